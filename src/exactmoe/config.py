@@ -1,0 +1,197 @@
+"""Frozen, complete, checked descriptions of a layer.
+
+`Numerics` holds everything that may decide a bit, and nothing else does. `Placement` and `Limits` choose where
+and in which pieces the work runs; by the bit contract they cannot change a result.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
+
+from exactmoe.errors import ConfigError
+
+MAX_EXPERTS = 1024
+MAX_TOP_K = 64
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool)
+    fits = fits and value >= low and (high is None or value <= high)  # type: ignore[operator]
+    _require(fits, name, value, f"an integer from {low}" + ("" if high is None else f" to {high}"))
+
+
+class _FromDict:
+    """Construction from a mapping that refuses unknown keys, and the way back."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"{cls.__name__} has no field {unknown}; known: {sorted(known)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Numerics(_FromDict):
+    """What decides bits (contract version 1, docs/numerics.md).
+
+    Attributes:
+        activation: "a16" (bf16 rows enter the dots) or "a8" (e4m3 codes with one power-of-two scale per 128).
+        units: "auto" decides bf16 or fp8 operands per expert and projection from its bytes (a8 only); "bf16" or
+            "fp8" fixes them for the whole model. Where an architecture has no fp8 row, and on the CPU, all run as bf16.
+        slot: type of one expert's output for one token before the combine: "bf16" or "f32". `a8` has f32 slots.
+        output: type of y: "bf16" or "f32".
+        router: "f32", or "bf16_ladder" (rounds score, key, running sum and weight to bf16; selects other experts).
+    """
+
+    activation: str = "a16"
+    units: str = "bf16"
+    slot: str = "bf16"
+    output: str = "bf16"
+    router: str = "f32"
+
+    def __post_init__(self) -> None:
+        _require(self.activation in ("a16", "a8"), "numerics.activation", self.activation, "a16, a8")
+        _require(self.units in ("auto", "bf16", "fp8"), "numerics.units", self.units, "auto, bf16, fp8")
+        _require(self.slot in ("bf16", "f32"), "numerics.slot", self.slot, "bf16, f32")
+        _require(self.output in ("bf16", "f32"), "numerics.output", self.output, "bf16, f32")
+        _require(self.router in ("f32", "bf16_ladder"), "numerics.router", self.router, "f32, bf16_ladder")
+        if self.activation == "a16":
+            _require(self.units == "bf16", "numerics.units with activation a16", self.units, "bf16")
+        else:
+            _require(self.slot == "f32", "numerics.slot with activation a8", self.slot, "f32")
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """The named class of the contract: "a16" or "a8"."""
+        if name == "a16":
+            return cls()
+        _require(name == "a8", "numerics", name, "a16, a8, or a Numerics")
+        return cls(activation="a8", units="auto", slot="f32")
+
+    @classmethod
+    def of(cls, value: "str | Numerics") -> "Numerics":
+        """A preset by name, or the given Numerics."""
+        return value if isinstance(value, Numerics) else cls.preset(value)
+
+
+@dataclass(frozen=True)
+class RouterConfig(_FromDict):
+    """How scores become expert ids and weights (contract section 6).
+
+    Attributes:
+        score: "sigmoid" (GLM) or "sqrt_softplus" (DeepSeek-V4).
+        factor: routed scaling factor, applied once, inside the weights.
+        normalize: divide the weights by their sum (+1e-20) before the factor.
+    """
+
+    score: str
+    factor: float = 1.0
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.score in ("sigmoid", "sqrt_softplus"), "score", self.score, "sigmoid, sqrt_softplus")
+        finite = isinstance(self.factor, (int, float)) and math.isfinite(self.factor) and self.factor > 0
+        _require(finite, "factor", self.factor, "a finite number > 0")
+        _require(isinstance(self.normalize, bool), "normalize", self.normalize, "True, False")
+
+
+def checked_swiglu_limit(value: float | None) -> float | None:
+    """The clamp of SwiGLU; None and 0 mean no clamp. Negative, NaN and Inf raise ConfigError (field fault A7)."""
+    if value is None or value == 0:
+        return None
+    good = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    _require(good, "swiglu_limit", value, "None or 0 (no clamp), or a finite number > 0")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class MoEConfig(_FromDict):
+    """Geometry and numerics of one MoE block.
+
+    Attributes:
+        hidden_size: H, width of x and y.
+        intermediate_size: I, width of one routed expert.
+        num_experts: E, routed experts of the layer (at most 1024).
+        top_k: K, experts a token.
+        swiglu_limit: gate is clamped from above and up from both sides at this value; None: no clamp.
+        numerics: "a16", "a8" or a Numerics.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    swiglu_limit: float | None = None
+    numerics: Numerics | str = "a16"
+
+    def __post_init__(self) -> None:
+        _require_int("hidden_size", self.hidden_size, 1)
+        _require_int("intermediate_size", self.intermediate_size, 1)
+        _require_int("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        _require_int("top_k", self.top_k, 1, MAX_TOP_K)
+        object.__setattr__(self, "swiglu_limit", checked_swiglu_limit(self.swiglu_limit))
+        numerics: Any = self.numerics
+        if isinstance(numerics, Mapping):
+            numerics = Numerics.from_dict(numerics)
+        object.__setattr__(self, "numerics", Numerics.of(numerics))
+
+    def with_numerics(self, numerics: "Numerics | str") -> "MoEConfig":
+        """The same geometry with other numerics."""
+        return replace(self, numerics=numerics)
+
+
+@dataclass(frozen=True)
+class Placement(_FromDict):
+    """Where the experts of a layer live. It cannot change a bit.
+
+    Attributes:
+        cards: device names of this process, one a card, for example ("cuda:0", "cuda:1") or ("cpu",).
+    """
+
+    cards: Sequence[str] = ("cpu",)
+
+    def __post_init__(self) -> None:
+        one_name = isinstance(self.cards, str)
+        names = not one_name and len(self.cards) > 0 and all(isinstance(c, str) for c in self.cards)
+        _require(names, "cards", self.cards, "a non-empty sequence of device names")
+        object.__setattr__(self, "cards", tuple(self.cards))
+
+
+@dataclass(frozen=True)
+class Limits(_FromDict):
+    """Sizes of the workspace, and when faults are looked at. They cannot change a bit.
+
+    Attributes:
+        max_rows: tokens the workspace holds; a wider call runs in pieces of this many.
+        checks: read the fault word after every call and raise at once for an expert id >= E.
+    """
+
+    max_rows: int = 512
+    checks: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("max_rows", self.max_rows, 1)
+        _require(isinstance(self.checks, bool), "checks", self.checks, "True, False")
+
+
+__all__ = [
+    "MAX_EXPERTS",
+    "MAX_TOP_K",
+    "Limits",
+    "MoEConfig",
+    "Numerics",
+    "Placement",
+    "RouterConfig",
+    "checked_swiglu_limit",
+]

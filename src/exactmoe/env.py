@@ -1,0 +1,82 @@
+"""Every environment switch in one table: name, type, default, meaning. No other module reads the environment.
+
+A switch is read when it is used, not at import, and a value that cannot be parsed raises ConfigError.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from exactmoe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One environment variable: how to parse it, its default, and what it does."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    allowed: str
+    meaning: str
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+SWITCHES: dict[str, Switch] = {
+    switch.name: switch
+    for switch in (
+        Switch(
+            name="EXACTMOE_BACKEND",
+            parse=_choice("auto", "cpu", "reference"),
+            default="auto",
+            allowed="auto, cpu, reference",
+            meaning="Backend of layers made with backend='auto'. It changes speed, never a bit.",
+        ),
+        Switch(
+            name="EXACTMOE_THREADS",
+            parse=_positive_int,
+            default=None,
+            allowed="a positive integer",
+            meaning="Threads of the CPU backend; by default as many as torch uses.",
+        ),
+    )
+}
+
+
+def read(name: str) -> Any:
+    """The value of switch `name`, parsed, or its default when it is unset or empty.
+
+    Raises:
+        ConfigError: the text is not one of the allowed values.
+        KeyError: no such switch.
+    """
+    switch = SWITCHES[name]
+    text = os.environ.get(name, "")
+    if text == "":
+        return switch.default
+    try:
+        return switch.parse(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}; allowed: {switch.allowed}") from None
+
+
+def changed() -> dict[str, Any]:
+    """The switches that are set to something other than their default: name -> value."""
+    values = {name: read(name) for name in SWITCHES}
+    return {n: v for n, v in values.items() if v != SWITCHES[n].default}

@@ -1,0 +1,25 @@
+"""What the bytes of a packed weight mean: codes, block scales, global scales, and the quantisers that make them."""
+
+from exactmoe.formats.packed import (
+    BLOCK,
+    PackedWeight,
+    apply_global_scale,
+    dequantize,
+    exponent_range,
+    operand,
+)
+from exactmoe.formats.quantize import quantize, quantize_mxfp4, quantize_nvfp4
+from exactmoe.formats.units import fp8_exact
+
+__all__ = [
+    "BLOCK",
+    "PackedWeight",
+    "apply_global_scale",
+    "dequantize",
+    "exponent_range",
+    "fp8_exact",
+    "operand",
+    "quantize",
+    "quantize_mxfp4",
+    "quantize_nvfp4",
+]

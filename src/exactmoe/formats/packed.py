@@ -1,0 +1,196 @@
+"""PackedWeight: the canonical bytes of one projection of E experts, and the rules that they must satisfy.
+
+Canonical means checkpoint order: codes row-major, the low nibble the even column, block scales row-major and linear.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.formats import e2m1
+from exactmoe.formats.scales import E4M3_NAN, E8M0_BIAS, E8M0_NAN, decode_e4m3, power_of_two
+
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16}  # k per block scale; a bf16 row only has to fill the 16 lanes of a dot
+MAX_BINADES = 96
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """One projection (gate, up or down) of E experts: N output rows, K inputs a row.
+
+    Attributes:
+        format: "nvfp4", "mxfp4" or "bf16".
+        codes: uint8 [E, N, K // 2]; for "bf16" the weights themselves, bfloat16 [E, N, K].
+        scales: "nvfp4": E4M3 bytes uint8 [E, N, K // 16]; "mxfp4": E8M0 bytes uint8 [E, N, K // 32]; "bf16": None.
+        global_scale: "nvfp4": float32 [E]; else None.
+        global_scale_op: "multiply" (ModelOpt) or "divide" (compressed-tensors). Kept as stored: no reciprocal is taken.
+
+    Raises:
+        ConfigError: dtypes or shapes that do not belong together, or values that section 2 of the contract refuses.
+        Unsupported: K is not a multiple of the block, or MXFP4 exponents of one expert span more than 96 binades.
+    """
+
+    format: str
+    codes: Tensor
+    scales: Tensor | None = None
+    global_scale: Tensor | None = None
+    global_scale_op: str = "multiply"
+
+    def __post_init__(self) -> None:
+        if self.format not in BLOCK:
+            raise ConfigError(f"format is {self.format!r}; allowed: {', '.join(BLOCK)}")
+        code_dtype = torch.bfloat16 if self.format == "bf16" else torch.uint8
+        _require_tensor("codes", self.codes, code_dtype, 3)
+        _require_sizes(self)
+        if self.codes.device.type != "meta":
+            _require_values(self)
+
+    @property
+    def num_experts(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """N, outputs of one expert."""
+        return self.codes.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """K, inputs of one expert."""
+        return self.codes.shape[2] * (1 if self.format == "bf16" else 2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, block scales and global scales."""
+        return sum(t.nbytes for t in (self.codes, self.scales, self.global_scale) if t is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+
+def _require_tensor(name: str, value: object, dtype: torch.dtype, ndim: int) -> None:
+    if not isinstance(value, Tensor) or value.dtype != dtype or value.ndim != ndim:
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ConfigError(f"{name} is {found}; allowed: a {dtype} tensor of {ndim} dimensions")
+
+
+def _require_sizes(weight: PackedWeight) -> None:
+    experts, rows, columns, block = weight.num_experts, weight.rows, weight.columns, BLOCK[weight.format]
+    if min(experts, rows, columns) < 1:
+        raise ConfigError(f"codes have shape {tuple(weight.codes.shape)}; allowed: no empty dimension")
+    if columns % block:
+        raise Unsupported(f"k is {columns} in a {weight.format} weight; it must be a multiple of {block}")
+    if weight.format == "bf16":
+        if weight.scales is not None:
+            raise ConfigError("a bf16 weight has scales; allowed: None")
+    else:
+        _require_tensor("scales", weight.scales, torch.uint8, 3)
+        expected = (experts, rows, columns // block)
+        if weight.scales is not None and tuple(weight.scales.shape) != expected:
+            raise ConfigError(f"scales have shape {tuple(weight.scales.shape)}; codes ask for {expected}")
+    if weight.format == "nvfp4":
+        _require_tensor("global_scale", weight.global_scale, torch.float32, 1)
+        if weight.global_scale is not None and weight.global_scale.shape[0] != experts:
+            raise ConfigError(f"global_scale has {weight.global_scale.shape[0]} values for {experts} experts")
+        if weight.global_scale_op not in ("multiply", "divide"):
+            raise ConfigError(f"global_scale_op is {weight.global_scale_op!r}; allowed: multiply, divide")
+    elif weight.global_scale is not None:
+        raise ConfigError(f"a {weight.format} weight has a global_scale; allowed: None")
+
+
+def _first(mask: Tensor) -> str:
+    expert, row, block = (int(i) for i in mask.nonzero()[0])
+    return f"expert {expert}, row {row}, block {block}"
+
+
+def _require_values(weight: PackedWeight) -> None:
+    scales, global_scale = weight.scales, weight.global_scale
+    if weight.format == "nvfp4" and scales is not None and global_scale is not None:
+        bad = (scales & 0x7F == E4M3_NAN) | (scales >= 0x80)
+        if bool(bad.any()):
+            byte = int(scales[bad][0])
+            raise ConfigError(f"block scale 0x{byte:02X} at {_first(bad)}; allowed: E4M3 without NaN or sign")
+        wrong = ~(torch.isfinite(global_scale) & (global_scale > 0))
+        if bool(wrong.any()):
+            expert = int(wrong.nonzero()[0])
+            raise ConfigError(f"global scale of expert {expert} is {float(global_scale[expert])}; allowed: finite, > 0")
+    elif weight.format == "mxfp4" and scales is not None:
+        bad = scales == E8M0_NAN
+        if bool(bad.any()):
+            raise ConfigError(f"block scale 0xFF (NaN) at {_first(bad)}; allowed: E8M0 bytes 0 to 254")
+        low, high = exponent_range(weight)
+        span = high - low
+        if bool((span > MAX_BINADES).any()):
+            expert = int((span > MAX_BINADES).nonzero()[0])
+            raise Unsupported(
+                f"block exponents of expert {expert} span {int(span[expert])} binades; allowed: {MAX_BINADES}"
+            )
+
+
+def nonzero_blocks(weight: PackedWeight) -> Tensor:
+    """Bool [E, N, K // block]: which blocks hold a code other than +0 and -0."""
+    bytes_per_block = BLOCK[weight.format] // 2
+    return ((weight.codes & 0x77) != 0).unflatten(-1, (-1, bytes_per_block)).any(-1)
+
+
+def exponent_range(weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Smallest and largest block exponent of each expert of an MXFP4 weight, int32 [E] each.
+
+    Only blocks with a non-zero code count; an expert without any gets (0, 0). The largest is p of contract section 2.
+    """
+    if weight.scales is None:
+        raise ConfigError(f"a {weight.format} weight has no block exponents")
+    exponents = weight.scales.int() - E8M0_BIAS
+    counted = nonzero_blocks(weight)
+    high = torch.where(counted, exponents, torch.full_like(exponents, -1000)).amax((1, 2))
+    low = torch.where(counted, exponents, torch.full_like(exponents, 1000)).amin((1, 2))
+    empty = high < low
+    return low.masked_fill(empty, 0), high.masked_fill(empty, 0)
+
+
+def operand(weight: PackedWeight, expert: int) -> Tensor:
+    """What the dot multiplies: float32 [N, K], each value exactly a bf16 (contract section 2).
+
+    NVFP4: e2m1 x e4m3. MXFP4: e2m1 x 2^(n - p), p the largest exponent of this expert. BF16: the weight.
+    """
+    if weight.scales is None:
+        return weight.codes[expert].float()
+    values = e2m1.decode(e2m1.unpack(weight.codes[expert]))
+    if weight.format == "nvfp4":
+        block_scales = decode_e4m3(weight.scales[expert])
+    else:
+        _, high = exponent_range(weight)
+        # A block of zeros may carry an exponent above p: its zeros must not meet an Inf.
+        block_scales = power_of_two((weight.scales[expert].int() - E8M0_BIAS - high[expert]).clamp(max=0))
+    return values * block_scales.repeat_interleave(BLOCK[weight.format], -1)
+
+
+def apply_global_scale(weight: PackedWeight, expert: int, accumulator: Tensor) -> Tensor:
+    """The epilogue of a dot, one rounding: acc x global, acc / global, or acc x 2^p (MXFP4); BF16: acc unchanged."""
+    if weight.format == "mxfp4":
+        _, high = exponent_range(weight)
+        return accumulator * power_of_two(high[expert])
+    if weight.global_scale is None:
+        return accumulator
+    scale = weight.global_scale[expert]
+    return accumulator * scale if weight.global_scale_op == "multiply" else accumulator / scale
+
+
+def dequantize(weight: PackedWeight) -> Tensor:
+    """True values float64 [E, N, K]: code x block scale x global scale, without any rounding but a division's."""
+    if weight.scales is None:
+        return weight.codes.double()
+    values = e2m1.decode(e2m1.unpack(weight.codes)).double()
+    if weight.format == "nvfp4":
+        block_scales = decode_e4m3(weight.scales).double()
+    else:
+        exponents = weight.scales.long() - E8M0_BIAS
+        block_scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
+    values = values * block_scales.repeat_interleave(BLOCK[weight.format], -1)
+    if weight.global_scale is None:
+        return values
+    scale = weight.global_scale.double()[:, None, None]
+    return values * scale if weight.global_scale_op == "multiply" else values / scale

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Makes $VENV with torch, exactmoe (editable) and its test and dev tools. Called by `make setup`.
+# Reads PYTHON, VENV, TORCH_VERSION, TORCH, TORCH_INDEX, TRANSFORMERS (see the Makefile).
+# A stamp in the environment records what it was made from; nothing is done while that holds.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+TORCH_VERSION=${TORCH_VERSION:-2.13.0}
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+fail() { printf 'setup: %s\n' "$@" >&2; exit 1; }
+
+has_nvidia_driver() {
+  [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1
+}
+
+version=$("$PYTHON" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) ||
+  fail "cannot run PYTHON=$PYTHON; name a Python 3.11 to 3.14, as in: make setup PYTHON=python3.12"
+"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' ||
+  fail "$PYTHON is Python $version; ExactMoE needs 3.11 to 3.14, as in: make setup PYTHON=python3.12"
+
+# A "+cpu" pin can never resolve to the CUDA build of several GB.
+if [ -n "${TORCH:-}" ]; then
+  torch=$TORCH
+elif [ "$(uname -s)" = Linux ] && ! has_nvidia_driver; then
+  torch=torch==$TORCH_VERSION+cpu
+else
+  torch=torch==$TORCH_VERSION
+fi
+case $torch in
+  *+cpu) index=${TORCH_INDEX-$CPU_INDEX} ;;
+  *) index=${TORCH_INDEX-} ;;
+esac
+
+made_from="python $version, $torch, index ${index:-none}, ${TRANSFORMERS:-transformers}, $(cksum <pyproject.toml)"
+stamp=$VENV/.made_from
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$made_from" ]; then
+  exit 0
+fi
+
+printf 'setup: %s with Python %s and %s\n' "$VENV" "$version" "$torch"
+rm -f "$stamp"
+if ! [ -x "$VENV/bin/python" ] ||
+  [ "$("$VENV/bin/python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')" != "$version" ]; then
+  "$PYTHON" -m venv --clear "$VENV" ||
+    fail "$PYTHON could not make a virtual environment (on Debian: apt install python3-venv)"
+fi
+
+# No byte-compiling of whole packages: most of their files are never imported.
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+install() { pip install --quiet --no-compile "$@"; }
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+if [[ $torch != *+cpu ]]; then
+  install ${index:+--extra-index-url "$index"} "$torch" ||
+    fail "$torch could not be installed; see pip's message above"
+# pip's own indexes first: a mirror or a local wheel may serve the build and the index be out of reach.
+elif ! install --no-deps "$torch" 2>"$log"; then
+  [ -n "$index" ] && install --no-deps --timeout 15 --retries 2 --index-url "$index" "$torch" 2>>"$log" || {
+    cat "$log" >&2
+    fail "no NVIDIA driver here, so the CPU build $torch is wanted, and neither pip's own indexes nor" \
+      "  TORCH_INDEX=${index:-''} gave it (pip's messages are above). Choose one:" \
+      "  make setup TORCH_INDEX=URL                       another index that serves CPU builds" \
+      "  make setup TORCH=torch==$TORCH_VERSION                     the default build, with CUDA: several GB"
+  }
+fi
+
+# torch is named again so that no other requirement can replace the build just installed.
+install "$torch" ${TRANSFORMERS:+"$TRANSFORMERS"} --editable '.[test,dev]' ||
+  fail "the packages of pyproject.toml could not be installed; see pip's message above"
+printf '%s\n' "$made_from" >"$stamp"

@@ -1,0 +1,6 @@
+"""ExpertBank: the packed weights of the experts that a card owns."""
+
+from exactmoe.bank.expert_bank import ExpertBank, quantize_experts
+from exactmoe.bank.module import ExactModule
+
+__all__ = ["ExactModule", "ExpertBank", "quantize_experts"]

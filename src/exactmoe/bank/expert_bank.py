@@ -1,0 +1,84 @@
+"""ExpertBank: gate, up and down of E experts, packed, in canonical (checkpoint) order."""
+
+import torch
+from torch import Tensor
+
+from exactmoe.bank.module import ExactModule
+from exactmoe.errors import ConfigError
+from exactmoe.formats import PackedWeight, quantize
+
+
+class ExpertBank(ExactModule):
+    """The packed weights of E experts: gate and up [E, I, H], down [E, H, I]. Nothing is dequantised or copied.
+
+    Raises:
+        ConfigError: the three weights do not fit together (experts, sizes, devices).
+    """
+
+    def __init__(self, gate: PackedWeight, up: PackedWeight, down: PackedWeight) -> None:
+        super().__init__()
+        for name, weight in (("gate", gate), ("up", up), ("down", down)):
+            if not isinstance(weight, PackedWeight):
+                raise ConfigError(f"{name} is {type(weight).__name__}; allowed: PackedWeight")
+        experts, inner, hidden = gate.num_experts, gate.rows, gate.columns
+        for name, weight, expected in (("up", up, (experts, inner, hidden)), ("down", down, (experts, hidden, inner))):
+            found = (weight.num_experts, weight.rows, weight.columns)
+            if found != expected:
+                raise ConfigError(f"{name} is {found} (experts, rows, columns); gate asks for {expected}")
+            if weight.device != gate.device:
+                raise ConfigError(f"{name} is on {weight.device}, gate on {gate.device}; allowed: one device")
+        for name, weight in (("gate", gate), ("up", up), ("down", down)):
+            self.register_packed(name, weight)
+
+    @property
+    def gate(self) -> PackedWeight:
+        return self.packed("gate")
+
+    @property
+    def up(self) -> PackedWeight:
+        return self.packed("up")
+
+    @property
+    def down(self) -> PackedWeight:
+        return self.packed("down")
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate.columns
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.gate.rows
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_codes.device  # type: ignore[union-attr,return-value]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, block scales and global scales of all experts."""
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+
+    @property
+    def formats(self) -> tuple[str, str, str]:
+        """Formats of gate, up and down."""
+        return (self.gate.format, self.up.format, self.down.format)
+
+    def extra_repr(self) -> str:
+        sizes = f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"
+        return f"{sizes}, intermediate_size={self.intermediate_size}, formats={self.formats}, nbytes={self.nbytes}"
+
+
+def quantize_experts(gate: Tensor, up: Tensor, down: Tensor, format: str, rule: str | None = None) -> ExpertBank:
+    """Quantise the experts of a layer: gate and up [E, I, H], down [E, H, I], bf16 or f32 -> ExpertBank.
+
+    format is "nvfp4" or "mxfp4"; rule names how scales are chosen (formats/quantize.py), by default the publisher's.
+
+    Raises:
+        ConfigError: unknown format or rule, wrong dtype, or a value that is not finite (its place is named).
+    """
+    return ExpertBank(quantize(gate, format, rule), quantize(up, format, rule), quantize(down, format, rule))

@@ -1,0 +1,1 @@
+"""What a call runs in: the workspace arena of each device."""

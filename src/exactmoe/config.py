@@ -1,7 +1,7 @@
 """Frozen, complete, checked descriptions of a layer.
 
-`Numerics` holds everything that may decide a bit, and nothing else does. `Placement` and `Limits` choose where
-and in which pieces the work runs; by the bit contract they cannot change a result.
+`Numerics` holds everything that may decide a bit, and nothing else does. `Placement` and `Limits`
+choose where and in which pieces the work runs; by the bit contract they cannot change a result.
 """
 
 import math
@@ -18,6 +18,10 @@ MAX_TOP_K = 64
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
         raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _require_choice(name: str, value: object, *allowed: str) -> None:
+    _require(value in allowed, name, value, ", ".join(allowed))
 
 
 def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -46,12 +50,16 @@ class Numerics(_FromDict):
     """What decides bits (contract version 1, docs/numerics.md).
 
     Attributes:
-        activation: "a16" (bf16 rows enter the dots) or "a8" (e4m3 codes with one power-of-two scale per 128).
-        units: "auto" decides bf16 or fp8 operands per expert and projection from its bytes (a8 only); "bf16" or
-            "fp8" fixes them for the whole model. Where an architecture has no fp8 row, and on the CPU, all run as bf16.
-        slot: type of one expert's output for one token before the combine: "bf16" or "f32". `a8` has f32 slots.
+        activation: "a16" (bf16 rows enter the dots) or "a8" (e4m3 codes with one power-of-two scale
+            per 128).
+        units: "auto" decides bf16 or fp8 operands per expert and projection from its bytes (a8
+            only); "bf16" or "fp8" fixes them for the whole model. Where an architecture has no fp8
+            row, and on the CPU, all run as bf16.
+        slot: type of one expert's output for one token before the combine: "bf16" or "f32". `a8`
+            has f32 slots.
         output: type of y: "bf16" or "f32".
-        router: "f32", or "bf16_ladder" (rounds score, key, running sum and weight to bf16; selects other experts).
+        router: "f32", or "bf16_ladder" (rounds score, key, running sum and weight to bf16; selects
+            other experts).
     """
 
     activation: str = "a16"
@@ -61,15 +69,15 @@ class Numerics(_FromDict):
     router: str = "f32"
 
     def __post_init__(self) -> None:
-        _require(self.activation in ("a16", "a8"), "numerics.activation", self.activation, "a16, a8")
-        _require(self.units in ("auto", "bf16", "fp8"), "numerics.units", self.units, "auto, bf16, fp8")
-        _require(self.slot in ("bf16", "f32"), "numerics.slot", self.slot, "bf16, f32")
-        _require(self.output in ("bf16", "f32"), "numerics.output", self.output, "bf16, f32")
-        _require(self.router in ("f32", "bf16_ladder"), "numerics.router", self.router, "f32, bf16_ladder")
+        _require_choice("numerics.activation", self.activation, "a16", "a8")
+        _require_choice("numerics.units", self.units, "auto", "bf16", "fp8")
+        _require_choice("numerics.slot", self.slot, "bf16", "f32")
+        _require_choice("numerics.output", self.output, "bf16", "f32")
+        _require_choice("numerics.router", self.router, "f32", "bf16_ladder")
         if self.activation == "a16":
-            _require(self.units == "bf16", "numerics.units with activation a16", self.units, "bf16")
+            _require_choice("numerics.units with activation a16", self.units, "bf16")
         else:
-            _require(self.slot == "f32", "numerics.slot with activation a8", self.slot, "f32")
+            _require_choice("numerics.slot with activation a8", self.slot, "f32")
 
     @classmethod
     def preset(cls, name: str) -> Self:
@@ -100,14 +108,14 @@ class RouterConfig(_FromDict):
     normalize: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.score in ("sigmoid", "sqrt_softplus"), "score", self.score, "sigmoid, sqrt_softplus")
-        finite = isinstance(self.factor, (int, float)) and math.isfinite(self.factor) and self.factor > 0
-        _require(finite, "factor", self.factor, "a finite number > 0")
+        _require_choice("score", self.score, "sigmoid", "sqrt_softplus")
+        finite = isinstance(self.factor, (int, float)) and math.isfinite(self.factor)
+        _require(finite and self.factor > 0, "factor", self.factor, "a finite number > 0")
         _require(isinstance(self.normalize, bool), "normalize", self.normalize, "True, False")
 
 
 def checked_swiglu_limit(value: float | None) -> float | None:
-    """The clamp of SwiGLU; None and 0 mean no clamp. Negative, NaN and Inf raise ConfigError (field fault A7)."""
+    """The clamp of SwiGLU; None and 0 mean no clamp. Negative, NaN and Inf raise ConfigError."""
     if value is None or value == 0:
         return None
     good = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
@@ -124,7 +132,8 @@ class MoEConfig(_FromDict):
         intermediate_size: I, width of one routed expert.
         num_experts: E, routed experts of the layer (at most 1024).
         top_k: K, experts a token.
-        swiglu_limit: gate is clamped from above and up from both sides at this value; None: no clamp.
+        swiglu_limit: gate is clamped from above and up from both sides at this value; None: no
+            clamp.
         numerics: "a16", "a8" or a Numerics.
     """
 
@@ -156,7 +165,8 @@ class Placement(_FromDict):
     """Where the experts of a layer live. It cannot change a bit.
 
     Attributes:
-        cards: device names of this process, one a card, for example ("cuda:0", "cuda:1") or ("cpu",).
+        cards: device names of this process, one a card, for example ("cuda:0", "cuda:1") or
+            ("cpu",).
     """
 
     cards: Sequence[str] = ("cpu",)

@@ -1,6 +1,7 @@
-"""Every environment switch in one table: name, type, default, meaning. No other module reads the environment.
+"""Every environment switch in one table: name, type, default, meaning.
 
-A switch is read when it is used, not at import, and a value that cannot be parsed raises ConfigError.
+No other module reads the environment. A switch is read when it is used, not at import, and a value
+that cannot be parsed raises ConfigError.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the bytes of a packed weight mean: codes, block scales, global scales, and the quantisers that make them."""
+"""What the bytes of a packed weight mean: codes, block scales, global scales, quantisers."""
 
 from exactmoe.formats.packed import (
     BLOCK,

@@ -1,7 +1,7 @@
 """E2M1: the four-bit float of NVFP4 and MXFP4 (OCP Microscaling v1.0, section 5.3.3).
 
-Code bits: sign, two of exponent, one of mantissa. Magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; code 8 is -0.
-Two codes share a byte: the low nibble is the even (first) column.
+Code bits: sign, two of exponent, one of mantissa. Magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; code 8 is
+-0. Two codes share a byte: the low nibble is the even (first) column.
 """
 
 import torch
@@ -31,7 +31,7 @@ def decode(codes: Tensor) -> Tensor:
 
 
 def encode(values: Tensor) -> Tensor:
-    """Float32 values to codes uint8: nearest, ties to the even code, saturating at 6, sign kept even for zero."""
+    """Float32 values to codes uint8: nearest, ties to the even code, saturating at 6; -0 stays."""
     magnitude = values.abs()
     code = torch.zeros_like(values, dtype=torch.uint8)
     for lower_code, midpoint in enumerate(_MIDPOINTS):

@@ -1,6 +1,7 @@
-"""PackedWeight: the canonical bytes of one projection of E experts, and the rules that they must satisfy.
+"""PackedWeight: the canonical bytes of one projection of E experts, and the rules they must keep.
 
-Canonical means checkpoint order: codes row-major, the low nibble the even column, block scales row-major and linear.
+Canonical means checkpoint order: codes row-major, the low nibble the even column, block scales
+row-major and linear.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats import e2m1
 from exactmoe.formats.scales import E4M3_NAN, E8M0_BIAS, E8M0_NAN, decode_e4m3, power_of_two
 
-BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16}  # k per block scale; a bf16 row only has to fill the 16 lanes of a dot
+# k per block scale; a bf16 row only has to fill the 16 lanes of a dot.
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16}
 MAX_BINADES = 96
 
 
@@ -23,13 +25,17 @@ class PackedWeight:
     Attributes:
         format: "nvfp4", "mxfp4" or "bf16".
         codes: uint8 [E, N, K // 2]; for "bf16" the weights themselves, bfloat16 [E, N, K].
-        scales: "nvfp4": E4M3 bytes uint8 [E, N, K // 16]; "mxfp4": E8M0 bytes uint8 [E, N, K // 32]; "bf16": None.
+        scales: "nvfp4": E4M3 bytes uint8 [E, N, K // 16]; "mxfp4": E8M0 bytes uint8
+            [E, N, K // 32]; "bf16": None.
         global_scale: "nvfp4": float32 [E]; else None.
-        global_scale_op: "multiply" (ModelOpt) or "divide" (compressed-tensors). Kept as stored: no reciprocal is taken.
+        global_scale_op: "multiply" (ModelOpt) or "divide" (compressed-tensors). Kept as stored: no
+            reciprocal is taken.
 
     Raises:
-        ConfigError: dtypes or shapes that do not belong together, or values that section 2 of the contract refuses.
-        Unsupported: K is not a multiple of the block, or MXFP4 exponents of one expert span more than 96 binades.
+        ConfigError: dtypes or shapes that do not belong together, or values that section 2 of the
+            contract refuses.
+        Unsupported: K is not a multiple of the block, or the MXFP4 exponents of one expert span
+            more than 96 binades.
     """
 
     format: str
@@ -78,11 +84,15 @@ def _require_tensor(name: str, value: object, dtype: torch.dtype, ndim: int) -> 
 
 
 def _require_sizes(weight: PackedWeight) -> None:
-    experts, rows, columns, block = weight.num_experts, weight.rows, weight.columns, BLOCK[weight.format]
+    experts, rows, columns = weight.num_experts, weight.rows, weight.columns
+    block = BLOCK[weight.format]
     if min(experts, rows, columns) < 1:
-        raise ConfigError(f"codes have shape {tuple(weight.codes.shape)}; allowed: no empty dimension")
+        shape = tuple(weight.codes.shape)
+        raise ConfigError(f"codes have shape {shape}; allowed: no empty dimension")
     if columns % block:
-        raise Unsupported(f"k is {columns} in a {weight.format} weight; it must be a multiple of {block}")
+        raise Unsupported(
+            f"k is {columns} in a {weight.format} weight; it must be a multiple of {block}"
+        )
     if weight.format == "bf16":
         if weight.scales is not None:
             raise ConfigError("a bf16 weight has scales; allowed: None")
@@ -90,13 +100,17 @@ def _require_sizes(weight: PackedWeight) -> None:
         _require_tensor("scales", weight.scales, torch.uint8, 3)
         expected = (experts, rows, columns // block)
         if weight.scales is not None and tuple(weight.scales.shape) != expected:
-            raise ConfigError(f"scales have shape {tuple(weight.scales.shape)}; codes ask for {expected}")
+            found = tuple(weight.scales.shape)
+            raise ConfigError(f"scales have shape {found}; codes ask for {expected}")
     if weight.format == "nvfp4":
         _require_tensor("global_scale", weight.global_scale, torch.float32, 1)
         if weight.global_scale is not None and weight.global_scale.shape[0] != experts:
-            raise ConfigError(f"global_scale has {weight.global_scale.shape[0]} values for {experts} experts")
+            count = weight.global_scale.shape[0]
+            raise ConfigError(f"global_scale has {count} values for {experts} experts")
         if weight.global_scale_op not in ("multiply", "divide"):
-            raise ConfigError(f"global_scale_op is {weight.global_scale_op!r}; allowed: multiply, divide")
+            raise ConfigError(
+                f"global_scale_op is {weight.global_scale_op!r}; allowed: multiply, divide"
+            )
     elif weight.global_scale is not None:
         raise ConfigError(f"a {weight.format} weight has a global_scale; allowed: None")
 
@@ -112,21 +126,27 @@ def _require_values(weight: PackedWeight) -> None:
         bad = (scales & 0x7F == E4M3_NAN) | (scales >= 0x80)
         if bool(bad.any()):
             byte = int(scales[bad][0])
-            raise ConfigError(f"block scale 0x{byte:02X} at {_first(bad)}; allowed: E4M3 without NaN or sign")
+            raise ConfigError(
+                f"block scale 0x{byte:02X} at {_first(bad)}; allowed: E4M3 without NaN or sign"
+            )
         wrong = ~(torch.isfinite(global_scale) & (global_scale > 0))
         if bool(wrong.any()):
             expert = int(wrong.nonzero()[0])
-            raise ConfigError(f"global scale of expert {expert} is {float(global_scale[expert])}; allowed: finite, > 0")
+            value = float(global_scale[expert])
+            raise ConfigError(f"global scale of expert {expert} is {value}; allowed: finite, > 0")
     elif weight.format == "mxfp4" and scales is not None:
         bad = scales == E8M0_NAN
         if bool(bad.any()):
-            raise ConfigError(f"block scale 0xFF (NaN) at {_first(bad)}; allowed: E8M0 bytes 0 to 254")
+            raise ConfigError(
+                f"block scale 0xFF (NaN) at {_first(bad)}; allowed: E8M0 bytes 0 to 254"
+            )
         low, high = exponent_range(weight)
         span = high - low
         if bool((span > MAX_BINADES).any()):
             expert = int((span > MAX_BINADES).nonzero()[0])
             raise Unsupported(
-                f"block exponents of expert {expert} span {int(span[expert])} binades; allowed: {MAX_BINADES}"
+                f"block exponents of expert {expert} span {int(span[expert])} binades; "
+                f"allowed: {MAX_BINADES}"
             )
 
 
@@ -139,7 +159,8 @@ def nonzero_blocks(weight: PackedWeight) -> Tensor:
 def exponent_range(weight: PackedWeight) -> tuple[Tensor, Tensor]:
     """Smallest and largest block exponent of each expert of an MXFP4 weight, int32 [E] each.
 
-    Only blocks with a non-zero code count; an expert without any gets (0, 0). The largest is p of contract section 2.
+    Only blocks with a non-zero code count; an expert without any gets (0, 0). The largest is p of
+    contract section 2.
     """
     if weight.scales is None:
         raise ConfigError(f"a {weight.format} weight has no block exponents")
@@ -154,7 +175,8 @@ def exponent_range(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 def operand(weight: PackedWeight, expert: int) -> Tensor:
     """What the dot multiplies: float32 [N, K], each value exactly a bf16 (contract section 2).
 
-    NVFP4: e2m1 x e4m3. MXFP4: e2m1 x 2^(n - p), p the largest exponent of this expert. BF16: the weight.
+    NVFP4: e2m1 x e4m3. MXFP4: e2m1 x 2^(n - p), p the largest exponent of this expert. BF16: the
+    weight.
     """
     if weight.scales is None:
         return weight.codes[expert].float()
@@ -164,12 +186,16 @@ def operand(weight: PackedWeight, expert: int) -> Tensor:
     else:
         _, high = exponent_range(weight)
         # A block of zeros may carry an exponent above p: its zeros must not meet an Inf.
-        block_scales = power_of_two((weight.scales[expert].int() - E8M0_BIAS - high[expert]).clamp(max=0))
+        exponents = weight.scales[expert].int() - E8M0_BIAS - high[expert]
+        block_scales = power_of_two(exponents.clamp(max=0))
     return values * block_scales.repeat_interleave(BLOCK[weight.format], -1)
 
 
 def apply_global_scale(weight: PackedWeight, expert: int, accumulator: Tensor) -> Tensor:
-    """The epilogue of a dot, one rounding: acc x global, acc / global, or acc x 2^p (MXFP4); BF16: acc unchanged."""
+    """The epilogue of a dot, one rounding: acc x global, acc / global, or acc x 2^p (MXFP4).
+
+    BF16: acc unchanged.
+    """
     if weight.format == "mxfp4":
         _, high = exponent_range(weight)
         return accumulator * power_of_two(high[expert])
@@ -180,7 +206,10 @@ def apply_global_scale(weight: PackedWeight, expert: int, accumulator: Tensor) -
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
-    """True values float64 [E, N, K]: code x block scale x global scale, without any rounding but a division's."""
+    """True values float64 [E, N, K]: code x block scale x global scale.
+
+    Exact, except for the one rounding of a division where the global scale is a divisor.
+    """
     if weight.scales is None:
         return weight.codes.double()
     values = e2m1.decode(e2m1.unpack(weight.codes)).double()

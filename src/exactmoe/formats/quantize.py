@@ -8,7 +8,14 @@ from torch import Tensor
 from exactmoe.errors import ConfigError
 from exactmoe.formats import e2m1
 from exactmoe.formats.packed import BLOCK, PackedWeight
-from exactmoe.formats.scales import E4M3_MAX, E8M0_BIAS, decode_e4m3, encode_e4m3, floor_log2, power_of_two
+from exactmoe.formats.scales import (
+    E4M3_MAX,
+    E8M0_BIAS,
+    decode_e4m3,
+    encode_e4m3,
+    floor_log2,
+    power_of_two,
+)
 
 NVFP4_RULES = ("modelopt", "four_over_six")
 MXFP4_RULES = ("ocp", "no_clip")
@@ -17,12 +24,15 @@ MXFP4_RULES = ("ocp", "no_clip")
 def quantize_nvfp4(weight: Tensor, rule: str = "modelopt") -> PackedWeight:
     """Quantise weights [E, N, K] (bf16 or f32) to NVFP4, each expert on its own.
 
-    Rule "modelopt" (NVIDIA Model Optimizer): global = amax / 2688 of the expert (1 if all zero); block scale = nearest
-    E4M3 of amax / 6 / global; code = nearest E2M1 of w / (block scale x global), ties to the even code, saturating.
-    Rule "four_over_six": the same, and each block also tries amax / 4 and keeps the smaller squared error.
+    Rule "modelopt" (NVIDIA Model Optimizer): global = amax / 2688 of the expert (1 if all zero);
+    block scale = nearest E4M3 of amax / 6 / global; code = nearest E2M1 of
+    w / (block scale x global), ties to the even code, saturating.
+    Rule "four_over_six": the same, and each block also tries amax / 4 and keeps the smaller squared
+    error.
 
     Raises:
-        ConfigError: another rule, dtype or rank; a value that is not finite (named by expert, row and column).
+        ConfigError: another rule, dtype or rank; a value that is not finite (named by expert, row
+            and column).
         Unsupported: K is not a multiple of 16.
     """
     _require_rule(rule, NVFP4_RULES)
@@ -35,7 +45,8 @@ def quantize_nvfp4(weight: Tensor, rule: str = "modelopt") -> PackedWeight:
     scales, codes = _nvfp4_blocks(blocks, block_amax / e2m1.MAX / factor, factor)
     if rule == "four_over_six":
         other_scales, other_codes = _nvfp4_blocks(blocks, block_amax / 4.0 / factor, factor)
-        better = _error(blocks, other_scales, other_codes, factor) < _error(blocks, scales, codes, factor)
+        other_error = _error(blocks, other_scales, other_codes, factor)
+        better = other_error < _error(blocks, scales, codes, factor)
         scales = torch.where(better, other_scales, scales)
         codes = torch.where(better[..., None], other_codes, codes)
     return PackedWeight("nvfp4", e2m1.pack(codes.flatten(-2)), scales, global_scale)
@@ -44,12 +55,13 @@ def quantize_nvfp4(weight: Tensor, rule: str = "modelopt") -> PackedWeight:
 def quantize_mxfp4(weight: Tensor, rule: str = "ocp") -> PackedWeight:
     """Quantise weights [E, N, K] (bf16 or f32) to MXFP4.
 
-    Rule "ocp" (OCP Microscaling v1.0, section 6.3): exponent = floor(log2(amax)) - 2 of each block of 32; values above
-    6 x 2^exponent saturate. Rule "no_clip": one exponent more where the largest value would saturate beyond rounding.
-    A block of zeros gets byte 0.
+    Rule "ocp" (OCP Microscaling v1.0, section 6.3): exponent = floor(log2(amax)) - 2 of each block
+    of 32; values above 6 x 2^exponent saturate. Rule "no_clip": one exponent more where the largest
+    value is above 6 x 2^exponent, so that nothing saturates. A block of zeros gets byte 0.
 
     Raises:
-        ConfigError: another rule, dtype or rank; a value that is not finite (named by expert, row and column).
+        ConfigError: another rule, dtype or rank; a value that is not finite (named by expert, row
+            and column).
         Unsupported: K is not a multiple of 32.
     """
     _require_rule(rule, MXFP4_RULES)
@@ -58,14 +70,19 @@ def quantize_mxfp4(weight: Tensor, rule: str = "ocp") -> PackedWeight:
     exponents = floor_log2(torch.where(amax > 0, amax, torch.ones_like(amax))) - 2
     if rule == "no_clip":
         exponents = exponents + (amax > e2m1.MAX * power_of_two(exponents)).int()
-    exponents = torch.where(amax > 0, exponents.clamp(-E8M0_BIAS, E8M0_BIAS), torch.full_like(exponents, -E8M0_BIAS))
+    exponents = exponents.clamp(-E8M0_BIAS, E8M0_BIAS).masked_fill(amax == 0, -E8M0_BIAS)
     codes = e2m1.encode((blocks.double() / power_of_two(exponents).double()[..., None]).float())
-    return PackedWeight("mxfp4", e2m1.pack(codes.flatten(-2)), (exponents + E8M0_BIAS).to(torch.uint8))
+    return PackedWeight(
+        "mxfp4", e2m1.pack(codes.flatten(-2)), (exponents + E8M0_BIAS).to(torch.uint8)
+    )
 
 
 def quantize(weight: Tensor, format: str, rule: str | None = None) -> PackedWeight:
-    """Quantise weights [E, N, K] to `format`: "nvfp4" or "mxfp4", by its first rule unless one is named."""
-    quantizers: dict[str, Callable[..., PackedWeight]] = {"nvfp4": quantize_nvfp4, "mxfp4": quantize_mxfp4}
+    """Quantise weights [E, N, K] to "nvfp4" or "mxfp4", by its first rule unless one is named."""
+    quantizers: dict[str, Callable[..., PackedWeight]] = {
+        "nvfp4": quantize_nvfp4,
+        "mxfp4": quantize_mxfp4,
+    }
     if format not in quantizers:
         raise ConfigError(f"format is {format!r}; allowed: {', '.join(quantizers)}")
     return quantizers[format](weight) if rule is None else quantizers[format](weight, rule)
@@ -78,24 +95,29 @@ def _require_rule(rule: str, allowed: tuple[str, ...]) -> None:
 
 def _checked(weight: Tensor) -> Tensor:
     if weight.dtype not in (torch.bfloat16, torch.float32) or weight.ndim != 3:
-        raise ConfigError(f"weight is {weight.dtype} {tuple(weight.shape)}; allowed: bfloat16 or float32 [E, N, K]")
+        found = f"{weight.dtype} {tuple(weight.shape)}"
+        raise ConfigError(f"weight is {found}; allowed: bfloat16 or float32 [E, N, K]")
     bad = ~torch.isfinite(weight)
     if bool(bad.any()):
         expert, row, column = (int(i) for i in bad.nonzero()[0])
         value = float(weight[expert, row, column])
-        raise ConfigError(f"weight is {value} at expert {expert}, row {row}, column {column}; allowed: finite values")
+        place = f"expert {expert}, row {row}, column {column}"
+        raise ConfigError(f"weight is {value} at {place}; allowed: finite values")
     return weight.float()
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
     if values.shape[-1] % block:
         # PackedWeight says it better, with the format's name.
-        PackedWeight("nvfp4" if block == 16 else "mxfp4", values.new_zeros(1, 1, values.shape[-1] // 2).byte())
+        PackedWeight(
+            "nvfp4" if block == 16 else "mxfp4",
+            values.new_zeros(1, 1, values.shape[-1] // 2).byte(),
+        )
     return values.unflatten(-1, (-1, block))
 
 
 def _nvfp4_blocks(blocks: Tensor, wanted: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 scale bytes [E, N, K // 16] nearest to `wanted`, and the codes [E, N, K // 16, 16] under them."""
+    """E4M3 scale bytes [E, N, K // 16] nearest to `wanted`, and codes [E, N, K // 16, 16]."""
     scales = encode_e4m3(wanted)
     step = (decode_e4m3(scales) * global_scale)[..., None]
     # A block scale that rounds to zero leaves zeros, with their signs.

@@ -1,4 +1,7 @@
-"""E4M3 and E8M0: the block scales of NVFP4 and MXFP4, as bytes (OCP OFP8 v1.0; OCP Microscaling v1.0, 5.4)."""
+"""E4M3 and E8M0: the block scales of NVFP4 and MXFP4, as bytes.
+
+Sources: OCP OFP8 v1.0; OCP Microscaling v1.0, section 5.4.
+"""
 
 import torch
 from torch import Tensor
@@ -28,23 +31,29 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 
 
 def encode_e4m3(values: Tensor) -> Tensor:
-    """Float32 to E4M3 bytes uint8: nearest, ties to even, saturating at 448; NaN becomes 0x7F; -0 is kept."""
+    """Float32 to E4M3 bytes uint8: nearest, ties to even, saturating at 448.
+
+    NaN becomes 0x7F, -0 is kept.
+    """
     codes = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(values.isnan(), torch.full_like(codes, E4M3_NAN), codes)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """2^exponent as float32 for integer exponents; below -126 as subnormals, below -149 zero, above 127 Inf."""
+    """2^exponent as float32: below -126 as subnormals, below -149 zero, above 127 Inf."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents.long()).float()
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:
-    """E8M0 bytes uint8 to float32, 2^(byte - 127), exact: byte 0 is the subnormal 2^-127, byte 255 is NaN."""
+    """E8M0 bytes uint8 to float32, 2^(byte - 127), exact.
+
+    Byte 0 is the subnormal 2^-127, byte 255 is NaN.
+    """
     values = power_of_two(codes.int() - E8M0_BIAS)
     return torch.where(codes == E8M0_NAN, torch.full_like(values, float("nan")), values)
 
 
 def floor_log2(values: Tensor) -> Tensor:
-    """floor(log2(value)) of positive finite float32 values, int32, exact (from the bits, subnormals included)."""
+    """floor(log2(value)) of positive finite float32 values, int32, exact, subnormals included."""
     _, exponent = torch.frexp(values.double())
     return exponent.int() - 1

@@ -1,7 +1,7 @@
 """Fixtures and rules that every test shares."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 # Before torch and numba start their thread pools: two pytest workers share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,29 +31,15 @@ def rng() -> torch.Generator:
 
 
 @pytest.fixture
-def poison() -> Iterator[Callable[[torch.device | str], None]]:
-    """Makes memory that nobody wrote read as NaN for the length of a test.
+def poison() -> Iterator[None]:
+    """Makes torch memory that nobody wrote read as NaN, on every device, while the test runs.
 
-    torch.empty and its kin then return NaN (the largest value for integers): PyTorch's own
-    fill_uninitialized_memory, which deterministic mode turns on. For memory that other libraries
-    take (numpy, numba), call poison("cpu") just before: it writes 0xFF over blocks of many sizes
-    and gives them back, which the next blocks of 4 to 80 KB are seen to reuse. 0xFF bytes are NaN
-    in f64, f32, f16, bf16 and e4m3, and -1 as a signed integer.
+    torch.empty and its kin return NaN, and the largest value for integers: PyTorch's own
+    fill_uninitialized_memory, which deterministic mode turns on. Giving NaN blocks back to the
+    allocator instead was tried: on the CPU the next block is often another one.
     """
-    guards = []
-
-    def fill(device: torch.device | str = "cpu") -> None:
-        blocks = [
-            torch.full((2**bits,), 0xFF, dtype=torch.uint8, device=device)
-            for bits in range(6, 25)
-            for _ in range(4)
-        ]
-        # A live block above the freed ones keeps the C allocator from giving them to the system.
-        guards.append(torch.zeros(64, device=device))
-        del blocks
-
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield fill
+    yield
     torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -1,12 +1,12 @@
 """The shared fixtures do what the other tests rely on."""
 
-import numpy as np
 import pytest
 import torch
 
 
 @pytest.mark.parametrize("length", [1, 64, 4096, 2**20])
-def test_poison_reaches_torch(poison, length):
+@pytest.mark.usefixtures("poison")
+def test_poison_reaches_torch(length):
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         assert torch.empty(length, dtype=dtype).isnan().all()
     assert (torch.empty(length, dtype=torch.uint8) == 0xFF).all()
@@ -14,15 +14,6 @@ def test_poison_reaches_torch(poison, length):
 
 def test_poison_ends_with_the_test():
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.mark.parametrize("length", [1000, 4096, 20000])
-def test_poison_reaches_numpy(poison, length):
-    fractions = []
-    for _ in range(10):
-        poison("cpu")
-        fractions.append(np.isnan(np.empty(length, dtype=np.float32)).mean())
-    assert max(fractions) > 0.9
 
 
 def test_rng_starts_equal(rng):

@@ -168,7 +168,7 @@ def file_size(root: Path) -> list[str]:
 
 
 def argument_count(root: Path) -> list[str]:
-    """No function takes more than MAX_ARGUMENTS, self and cls not counted; device code is exempt."""
+    """No function takes more than MAX_ARGUMENTS; self is not one; device code is exempt."""
     found = []
     for path, tree in _trees(root, SIZED):
         for node in ast.walk(tree):

@@ -50,7 +50,7 @@ fi
 
 # No byte-compiling of whole packages: most of their files are never imported.
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
-install() { pip install --quiet --no-compile "$@"; }
+install() { pip install -qq --no-compile "$@"; }
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

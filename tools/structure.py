@@ -196,7 +196,7 @@ def swallowed_exceptions(root: Path) -> list[str]:
                     found.append(f"{path}:{node.lineno} bare except: name the exception")
                 elif _catches_all(node.type) and all(map(_does_nothing, node.body)):
                     found.append(f"{path}:{node.lineno} swallows every exception")
-            elif _suppresses_all(node):
+            elif isinstance(node, ast.Call) and _suppresses_all(node):
                 found.append(f"{path}:{node.lineno} swallows every exception")
     return found
 
@@ -206,9 +206,8 @@ def _catches_all(caught: ast.expr) -> bool:
     return any(ast.unparse(name) in {"Exception", "BaseException"} for name in names)
 
 
-def _suppresses_all(node: ast.AST) -> bool:
-    called = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")
-    return called and any(map(_catches_all, node.args))
+def _suppresses_all(call: ast.Call) -> bool:
+    return ast.unparse(call.func).endswith("suppress") and any(map(_catches_all, call.args))
 
 
 def _does_nothing(statement: ast.stmt) -> bool:

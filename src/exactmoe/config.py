@@ -4,15 +4,18 @@
 choose where and in which pieces the work runs; by the bit contract they cannot change a result.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from exactmoe.errors import ConfigError
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
+
+# The arithmetic is float32: numbers outside of these bounds become 0 or Inf in it.
+_FLOAT32_ZERO = 2.0**-150
+_FLOAT32_INF = 2.0**128 - 2.0**103
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -30,15 +33,25 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
     _require(fits, name, value, f"an integer from {low}" + ("" if high is None else f" to {high}"))
 
 
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and _FLOAT32_ZERO < value < _FLOAT32_INF  # type: ignore[operator]
+
+
 class _FromDict:
-    """Construction from a mapping that refuses unknown keys, and the way back."""
+    """Construction from a mapping that refuses unknown and missing keys, and the way back."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-        unknown = sorted(set(values) - known)
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{cls.__name__} from {values!r}; allowed: a mapping of its fields")
+        defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+        unknown = [key for key in values if key not in defaults]
         if unknown:
-            raise ConfigError(f"{cls.__name__} has no field {unknown}; known: {sorted(known)}")
+            raise ConfigError(f"{cls.__name__} has no field {unknown}; known: {list(defaults)}")
+        missing = [n for n, d in defaults.items() if d is MISSING and n not in values]
+        if missing:
+            raise ConfigError(f"{cls.__name__} misses {missing}; allowed: every field is given")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,17 +122,16 @@ class RouterConfig(_FromDict):
 
     def __post_init__(self) -> None:
         _require_choice("score", self.score, "sigmoid", "sqrt_softplus")
-        finite = isinstance(self.factor, (int, float)) and math.isfinite(self.factor)
-        _require(finite and self.factor > 0, "factor", self.factor, "a finite number > 0")
+        _require(_is_positive(self.factor), "factor", self.factor, "a finite float32 > 0")
         _require(isinstance(self.normalize, bool), "normalize", self.normalize, "True, False")
 
 
 def checked_swiglu_limit(value: float | None) -> float | None:
     """The clamp of SwiGLU; None and 0 mean no clamp. Negative, NaN and Inf raise ConfigError."""
-    if value is None or value == 0:
+    if value is None or (value == 0 and not isinstance(value, bool)):
         return None
-    good = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-    _require(good, "swiglu_limit", value, "None or 0 (no clamp), or a finite number > 0")
+    allowed = "None or 0 (no clamp), or a finite float32 > 0"
+    _require(_is_positive(value), "swiglu_limit", value, allowed)
     return float(value)
 
 
@@ -172,8 +184,8 @@ class Placement(_FromDict):
     cards: Sequence[str] = ("cpu",)
 
     def __post_init__(self) -> None:
-        one_name = isinstance(self.cards, str)
-        names = not one_name and len(self.cards) > 0 and all(isinstance(c, str) for c in self.cards)
+        listed = isinstance(self.cards, Sequence) and not isinstance(self.cards, str)
+        names = listed and len(self.cards) > 0 and all(isinstance(c, str) and c for c in self.cards)
         _require(names, "cards", self.cards, "a non-empty sequence of device names")
         object.__setattr__(self, "cards", tuple(self.cards))
 

@@ -45,11 +45,16 @@ class PackedWeight:
     global_scale_op: str = "multiply"
 
     def __post_init__(self) -> None:
-        if self.format not in BLOCK:
+        if self.format not in tuple(BLOCK):
             raise ConfigError(f"format is {self.format!r}; allowed: {', '.join(BLOCK)}")
+        if self.global_scale_op not in ("multiply", "divide"):
+            raise ConfigError(
+                f"global_scale_op is {self.global_scale_op!r}; allowed: multiply, divide"
+            )
         code_dtype = torch.bfloat16 if self.format == "bf16" else torch.uint8
         _require_tensor("codes", self.codes, code_dtype, 3)
         _require_sizes(self)
+        _require_one_device(self)
         if self.codes.device.type != "meta":
             _require_values(self)
 
@@ -83,22 +88,26 @@ def _require_tensor(name: str, value: object, dtype: torch.dtype, ndim: int) -> 
         raise ConfigError(f"{name} is {found}; allowed: a {dtype} tensor of {ndim} dimensions")
 
 
+def require_columns(format: str, columns: int) -> None:
+    """Unsupported unless K = `columns` is a multiple of the block of `format`."""
+    if columns % BLOCK[format]:
+        raise Unsupported(
+            f"k is {columns} in a {format} weight; it must be a multiple of {BLOCK[format]}"
+        )
+
+
 def _require_sizes(weight: PackedWeight) -> None:
     experts, rows, columns = weight.num_experts, weight.rows, weight.columns
-    block = BLOCK[weight.format]
     if min(experts, rows, columns) < 1:
         shape = tuple(weight.codes.shape)
         raise ConfigError(f"codes have shape {shape}; allowed: no empty dimension")
-    if columns % block:
-        raise Unsupported(
-            f"k is {columns} in a {weight.format} weight; it must be a multiple of {block}"
-        )
+    require_columns(weight.format, columns)
     if weight.format == "bf16":
         if weight.scales is not None:
             raise ConfigError("a bf16 weight has scales; allowed: None")
     else:
         _require_tensor("scales", weight.scales, torch.uint8, 3)
-        expected = (experts, rows, columns // block)
+        expected = (experts, rows, columns // BLOCK[weight.format])
         if weight.scales is not None and tuple(weight.scales.shape) != expected:
             found = tuple(weight.scales.shape)
             raise ConfigError(f"scales have shape {found}; codes ask for {expected}")
@@ -107,12 +116,15 @@ def _require_sizes(weight: PackedWeight) -> None:
         if weight.global_scale is not None and weight.global_scale.shape[0] != experts:
             count = weight.global_scale.shape[0]
             raise ConfigError(f"global_scale has {count} values for {experts} experts")
-        if weight.global_scale_op not in ("multiply", "divide"):
-            raise ConfigError(
-                f"global_scale_op is {weight.global_scale_op!r}; allowed: multiply, divide"
-            )
     elif weight.global_scale is not None:
         raise ConfigError(f"a {weight.format} weight has a global_scale; allowed: None")
+
+
+def _require_one_device(weight: PackedWeight) -> None:
+    parts = {"scales": weight.scales, "global_scale": weight.global_scale}
+    for name, part in parts.items():
+        if part is not None and part.device != weight.device:
+            raise ConfigError(f"{name} is on {part.device}; allowed: {weight.device}, as codes")
 
 
 def _first(mask: Tensor) -> str:
@@ -152,8 +164,11 @@ def _require_values(weight: PackedWeight) -> None:
 
 def nonzero_blocks(weight: PackedWeight) -> Tensor:
     """Bool [E, N, K // block]: which blocks hold a code other than +0 and -0."""
-    bytes_per_block = BLOCK[weight.format] // 2
-    return ((weight.codes & 0x77) != 0).unflatten(-1, (-1, bytes_per_block)).any(-1)
+    return _nonzero(weight.codes, BLOCK[weight.format])
+
+
+def _nonzero(codes: Tensor, block: int) -> Tensor:
+    return ((codes & 0x77) != 0).unflatten(-1, (-1, block // 2)).any(-1)
 
 
 def exponent_range(weight: PackedWeight) -> tuple[Tensor, Tensor]:
@@ -162,12 +177,16 @@ def exponent_range(weight: PackedWeight) -> tuple[Tensor, Tensor]:
     Only blocks with a non-zero code count; an expert without any gets (0, 0). The largest is p of
     contract section 2.
     """
-    if weight.scales is None:
-        raise ConfigError(f"a {weight.format} weight has no block exponents")
-    exponents = weight.scales.int() - E8M0_BIAS
-    counted = nonzero_blocks(weight)
-    high = torch.where(counted, exponents, torch.full_like(exponents, -1000)).amax((1, 2))
-    low = torch.where(counted, exponents, torch.full_like(exponents, 1000)).amin((1, 2))
+    if weight.format != "mxfp4" or weight.scales is None:
+        raise ConfigError(f"format is {weight.format!r}; allowed: mxfp4, which has block exponents")
+    return _exponent_range(weight.codes, weight.scales)
+
+
+def _exponent_range(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    exponents = scales.int() - E8M0_BIAS
+    counted = _nonzero(codes, BLOCK["mxfp4"])
+    high = torch.where(counted, exponents, torch.full_like(exponents, -1000)).amax((-2, -1))
+    low = torch.where(counted, exponents, torch.full_like(exponents, 1000)).amin((-2, -1))
     empty = high < low
     return low.masked_fill(empty, 0), high.masked_fill(empty, 0)
 
@@ -184,9 +203,9 @@ def operand(weight: PackedWeight, expert: int) -> Tensor:
     if weight.format == "nvfp4":
         block_scales = decode_e4m3(weight.scales[expert])
     else:
-        _, high = exponent_range(weight)
+        _, high = _exponent_range(weight.codes[expert], weight.scales[expert])
         # A block of zeros may carry an exponent above p: its zeros must not meet an Inf.
-        exponents = weight.scales[expert].int() - E8M0_BIAS - high[expert]
+        exponents = weight.scales[expert].int() - E8M0_BIAS - high
         block_scales = power_of_two(exponents.clamp(max=0))
     return values * block_scales.repeat_interleave(BLOCK[weight.format], -1)
 
@@ -196,9 +215,9 @@ def apply_global_scale(weight: PackedWeight, expert: int, accumulator: Tensor) -
 
     BF16: acc unchanged.
     """
-    if weight.format == "mxfp4":
-        _, high = exponent_range(weight)
-        return accumulator * power_of_two(high[expert])
+    if weight.format == "mxfp4" and weight.scales is not None:
+        _, high = _exponent_range(weight.codes[expert], weight.scales[expert])
+        return accumulator * power_of_two(high)
     if weight.global_scale is None:
         return accumulator
     scale = weight.global_scale[expert]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from exactmoe.errors import ConfigError
 from exactmoe.formats import e2m1
-from exactmoe.formats.packed import BLOCK, PackedWeight
+from exactmoe.formats.packed import BLOCK, PackedWeight, require_columns
 from exactmoe.formats.scales import (
     E4M3_MAX,
     E8M0_BIAS,
@@ -24,8 +24,8 @@ MXFP4_RULES = ("ocp", "no_clip")
 def quantize_nvfp4(weight: Tensor, rule: str = "modelopt") -> PackedWeight:
     """Quantise weights [E, N, K] (bf16 or f32) to NVFP4, each expert on its own.
 
-    Rule "modelopt" (NVIDIA Model Optimizer): global = amax / 2688 of the expert (1 if all zero);
-    block scale = nearest E4M3 of amax / 6 / global; code = nearest E2M1 of
+    Rule "modelopt" (NVIDIA Model Optimizer): global = amax / 2688 of the expert (1 where that is
+    0 in float32); block scale = nearest E4M3 of amax / 6 / global; code = nearest E2M1 of
     w / (block scale x global), ties to the even code, saturating.
     Rule "four_over_six": the same, and each block also tries amax / 4 and keeps the smaller squared
     error.
@@ -36,10 +36,9 @@ def quantize_nvfp4(weight: Tensor, rule: str = "modelopt") -> PackedWeight:
         Unsupported: K is not a multiple of 16.
     """
     _require_rule(rule, NVFP4_RULES)
-    values = _checked(weight)
-    amax = values.abs().amax((1, 2))
-    global_scale = torch.where(amax > 0, amax / (e2m1.MAX * E4M3_MAX), torch.ones_like(amax))
-    blocks = _blocks(values, BLOCK["nvfp4"])
+    blocks = _checked_blocks(weight, "nvfp4")
+    global_scale = blocks.abs().amax((1, 2, 3)) / (e2m1.MAX * E4M3_MAX)
+    global_scale = global_scale.masked_fill(global_scale == 0, 1.0)
     factor = global_scale[:, None, None]
     block_amax = blocks.abs().amax(-1)
     scales, codes = _nvfp4_blocks(blocks, block_amax / e2m1.MAX / factor, factor)
@@ -65,7 +64,7 @@ def quantize_mxfp4(weight: Tensor, rule: str = "ocp") -> PackedWeight:
         Unsupported: K is not a multiple of 32.
     """
     _require_rule(rule, MXFP4_RULES)
-    blocks = _blocks(_checked(weight), BLOCK["mxfp4"])
+    blocks = _checked_blocks(weight, "mxfp4")
     amax = blocks.abs().amax(-1)
     exponents = floor_log2(torch.where(amax > 0, amax, torch.ones_like(amax))) - 2
     if rule == "no_clip":
@@ -93,27 +92,21 @@ def _require_rule(rule: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"rule is {rule!r}; allowed: {', '.join(allowed)}")
 
 
-def _checked(weight: Tensor) -> Tensor:
+def _checked_blocks(weight: Tensor, format: str) -> Tensor:
+    """The weight as float32 [E, N, K // block, block]."""
     if weight.dtype not in (torch.bfloat16, torch.float32) or weight.ndim != 3:
         found = f"{weight.dtype} {tuple(weight.shape)}"
         raise ConfigError(f"weight is {found}; allowed: bfloat16 or float32 [E, N, K]")
+    if weight.numel() == 0:
+        raise ConfigError(f"weight has shape {tuple(weight.shape)}; allowed: no empty dimension")
+    require_columns(format, weight.shape[-1])
     bad = ~torch.isfinite(weight)
     if bool(bad.any()):
         expert, row, column = (int(i) for i in bad.nonzero()[0])
         value = float(weight[expert, row, column])
         place = f"expert {expert}, row {row}, column {column}"
         raise ConfigError(f"weight is {value} at {place}; allowed: finite values")
-    return weight.float()
-
-
-def _blocks(values: Tensor, block: int) -> Tensor:
-    if values.shape[-1] % block:
-        # PackedWeight says it better, with the format's name.
-        PackedWeight(
-            "nvfp4" if block == 16 else "mxfp4",
-            values.new_zeros(1, 1, values.shape[-1] // 2).byte(),
-        )
-    return values.unflatten(-1, (-1, block))
+    return weight.float().unflatten(-1, (-1, BLOCK[format]))
 
 
 def _nvfp4_blocks(blocks: Tensor, wanted: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,5 +119,6 @@ def _nvfp4_blocks(blocks: Tensor, wanted: Tensor, global_scale: Tensor) -> tuple
 
 
 def _error(blocks: Tensor, scales: Tensor, codes: Tensor, global_scale: Tensor) -> Tensor:
-    step = (decode_e4m3(scales) * global_scale)[..., None]
-    return (e2m1.decode(codes) * step - blocks).double().square().sum(-1)
+    """Squared error of each block; the decoded values are exact in float64."""
+    step = (decode_e4m3(scales).double() * global_scale.double())[..., None]
+    return (e2m1.decode(codes).double() * step - blocks.double()).square().sum(-1)

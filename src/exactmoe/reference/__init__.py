@@ -3,11 +3,12 @@
 from exactmoe.reference.combine import combine, finish
 from exactmoe.reference.dense_mlp import dense_mlp
 from exactmoe.reference.dot import dot, dot_dense, dot_router, dot_scaled
-from exactmoe.reference.experts import down, expert_slots, gate_up, project
+from exactmoe.reference.experts import as_rows, down, expert_slots, gate_up, project
 from exactmoe.reference.quantize import quantize
 from exactmoe.reference.router import hash_router, router, router_logits, routing_weights, select
 
 __all__ = [
+    "as_rows",
     "combine",
     "dense_mlp",
     "dot",

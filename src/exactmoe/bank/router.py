@@ -1,0 +1,80 @@
+"""Router: scores or a token table to expert ids and weights (contract section 6)."""
+
+import torch
+from torch import Tensor
+
+from exactmoe.bank.module import ExactModule
+from exactmoe.config import RouterConfig
+from exactmoe.errors import ConfigError
+
+
+class Router(ExactModule):
+    """Weights of a router.
+
+    Args:
+        weight: bfloat16 or float32 [E, H].
+        bias: float32 [E] or None: added to the score for the selection only, never narrowed.
+        table: integer [V, K] or None: a hash layer takes its ids from here, by token id. Ids may repeat in a row.
+        config: score, factor, normalize.
+
+    Raises:
+        ConfigError: a dtype or shape that does not fit, a bias beside a table, or a table id outside [0, E).
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, table: Tensor | None = None, *, config: RouterConfig
+    ) -> None:
+        super().__init__()
+        if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float32):
+            raise ConfigError(f"weight is {weight.dtype} {tuple(weight.shape)}; allowed: bfloat16 or float32 [E, H]")
+        if weight.shape[1] % 16:
+            raise ConfigError(f"router weight has {weight.shape[1]} columns; allowed: a multiple of 16")
+        if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (weight.shape[0],)):
+            raise ConfigError(f"bias is {bias.dtype} {tuple(bias.shape)}; allowed: float32 [{weight.shape[0]}]")
+        if table is not None:
+            _check_table(table, weight.shape[0])
+            if bias is not None:
+                raise ConfigError("a router with a table got a bias; allowed: one of them")
+        self.config = config
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.register_buffer("table", None if table is None else table.long())
+        # The f32 copy is what the CPU's dots read; bf16 to f32 is exact.
+        self._weight_f32: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.weight.shape[0])  # type: ignore[union-attr,index]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.weight.shape[1])  # type: ignore[union-attr,index]
+
+    @property
+    def weight_f32(self) -> Tensor:
+        """The weight as float32 [E, H], exact; made once."""
+        if self._weight_f32 is None:
+            self._weight_f32 = self.weight.float()  # type: ignore[union-attr,operator]
+        return self._weight_f32
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._weight_f32 = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_weight_f32": None}
+
+    def extra_repr(self) -> str:
+        kind = "hash" if self.table is not None else "score"
+        return f"{kind}, num_experts={self.num_experts}, {self.config}"
+
+
+def _check_table(table: Tensor, num_experts: int) -> None:
+    if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(f"table is {table.dtype} {tuple(table.shape)}; allowed: int32 or int64 [V, K]")
+    bad = (table < 0) | (table >= num_experts)
+    if bool(bad.any()):
+        row, column = (int(i) for i in bad.nonzero()[0])
+        raise ConfigError(
+            f"table row {row}, column {column} is {int(table[row, column])}; allowed: 0 to {num_experts - 1}"
+        )

@@ -1,0 +1,19 @@
+"""NVFP4 as NVIDIA Model Optimizer exports it.
+
+value = e2m1 x `weight_scale` x `weight_scale_2`; the last is a multiplier, amax / 2688. Low nibble =
+even column. Where there is an `input_scale` it belongs to static activations (see the ignore rules).
+"""
+
+import torch
+
+from exactmoe.checkpoint.dialects.dialect import Dialect, Part
+
+MODELOPT_NVFP4 = Dialect(
+    name="ModelOpt NVFP4",
+    format="nvfp4",
+    parts=(
+        Part("codes", "weight", "U8", 2, torch.uint8),
+        Part("scales", "weight_scale", "F8_E4M3", 16, torch.uint8),
+        Part("global_scale", "weight_scale_2", "F32", None, torch.float32),
+    ),
+)

@@ -1,0 +1,59 @@
+"""From a checkpoint's tensors, one set per expert, to the stacked parameters of an experts module.
+
+transformers merges `experts.*.gate_proj.weight` and `experts.*.up_proj.weight` into `experts.gate_up_proj`. The same
+merge, written beside it, takes their block scales to `gate_up_proj_scale` and their global scales to
+`gate_up_proj_scale_2` [E, 2]: gate and up keep their own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exactmoe.hf.adapter import ConversionOps, converter_names, copy_converter
+
+SCALE, GLOBAL_SCALE = "_scale", "_scale_2"
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+# Tensor beside `<projection>.weight` -> suffix of the parameter that takes it. ModelOpt: weight_scale, weight_scale_2;
+# native DeepSeek-V4: scale. The longest name first: transformers 5.17 ends no pattern at a name's border.
+_BESIDE_WEIGHT = (
+    ("weight_scale_2", GLOBAL_SCALE),
+    ("weight_scale", SCALE),
+    ("scale", SCALE),
+)
+
+
+class StackBlocks(ConversionOps):
+    """Block scales [N, K'] of each expert and projection -> [E, sum of N, K'], projections one after the other."""
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        stacked = [torch.stack(input_dict.pop(pattern)) for pattern in source_patterns]
+        return {target_patterns[0]: stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=1)}
+
+
+class StackScalars(ConversionOps):
+    """Global scales, [] or [1], of each expert and projection -> float32 [E, projections]."""
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        columns = [torch.stack([t.reshape(()) for t in input_dict.pop(pattern)]) for pattern in source_patterns]
+        return {target_patterns[0]: torch.stack(columns, dim=1)}
+
+
+def scale_converters(conversions: list[Any]) -> list[Any]:
+    """The converters that load the scales beside the weights which `conversions` merge. They must come first."""
+    added = []
+    for beside, suffix in _BESIDE_WEIGHT:
+        for converter in conversions:
+            sources, targets = converter_names(converter)
+            if not targets or not targets[0].endswith(_EXPERTS):
+                continue
+            names = [source.removesuffix("weight") + beside for source in sources]
+            operation = StackScalars() if suffix == GLOBAL_SCALE else StackBlocks()
+            added.append(copy_converter(converter, names, targets[0] + suffix, [operation]))
+    return added

@@ -1,0 +1,91 @@
+"""The transformers quantizer that keeps FP4 weights packed.
+
+Only parameters change, on the meta device, before anything is loaded: module classes and parameter names stay, so
+transformers' own loading, device placement and parallel plans keep working.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from exactmoe.formats import BLOCK
+from exactmoe.hf.adapter import (
+    HfQuantizer,
+    QuantizationConfigMixin,
+    decoder_layers,
+    ignore_unexpected,
+    register_quantization_config,
+    register_quantizer,
+)
+from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE, scale_converters
+
+NAME = "exactmoe"
+_CODES = {"nvfp4": torch.uint8, "mxfp4": torch.int8}
+_SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
+
+
+@register_quantization_config(NAME)
+class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Which modules of the decoder hold what.
+
+    Attributes:
+        modules: name of a module below the decoder's layers, for example "3.mlp.experts", "0.mlp.gate_proj" or
+            "3.mlp.gate" -> how its parameters are stored: "nvfp4", "mxfp4", or "f32" (a router whose weight is float32).
+        ignored: patterns of checkpoint names that nobody loads, by a named rule of the family.
+    """
+
+    def __init__(self, modules: dict[str, str] | None = None, ignored: tuple[str, ...] = (), **_: Any) -> None:
+        self.quant_method = NAME
+        self.modules = dict(modules or {})
+        self.ignored = tuple(ignored)
+
+
+@register_quantizer(NAME)
+class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads a packed checkpoint as it is. Started with `quantization_config=PackedConfig(...)`.
+
+    transformers sees an unquantised checkpoint (`pre_quantized` is False) of which no parameter needs quantising, so every
+    tensor is read in the dtype of the parameter that takes it: bytes as they are, dense parts as transformers would.
+    (5.17 would load renamed tensors of a pre-quantised checkpoint in whatever dtype the file has.)
+    """
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        layers = decoder_layers(model)
+        for name, stored in self.quantization_config.modules.items():
+            module = layers.get_submodule(name)
+            for parameter in [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]:
+                _declare(module, parameter, stored)
+        ignore_unexpected(model, self.quantization_config.ignored)
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        # transformers 5.17 passes no model.
+        return scale_converters(weight_conversions) + weight_conversions
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def _declare(module: nn.Module, name: str, stored: str) -> None:
+    """Replace parameter `name` of the module by the empty parameters (meta) that its stored form needs."""
+    shape = tuple(getattr(module, name).shape)
+    if stored == "f32":
+        _register(module, name, shape, torch.float32)
+        return
+    *lead, columns = shape
+    _register(module, name, (*lead, columns // 2), _CODES[stored])
+    _register(module, name + SCALE, (*lead, columns // BLOCK[stored]), _SCALES[stored])
+    if stored == "nvfp4":
+        # A linear layer has one global scale; an experts module one per expert and projection.
+        projections = (lead[0], 2 if name == "gate_up_proj" else 1) if len(lead) == 2 else ()
+        _register(module, name + GLOBAL_SCALE, projections, torch.float32)
+
+
+def _register(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    module.register_parameter(name, nn.Parameter(empty, requires_grad=False))

@@ -1,0 +1,105 @@
+"""From the parameters of transformers' modules to our layers, sharing storage: views, never a second copy.
+
+The stored form is read from the parameters themselves: bfloat16; uint8 codes with E4M3 block scales and a global scale
+(NVFP4); int8 codes with E8M0 block scales (MXFP4).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exactmoe.bank import ExpertBank, Router
+from exactmoe.config import RouterConfig
+from exactmoe.errors import Unsupported
+from exactmoe.formats import PackedWeight
+from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
+from exactmoe.layer import DenseMLP
+
+# transformers' own FP8Experts names its scales so.
+_SCALE_INV = "_scale_inv"
+
+
+class LayerCache:
+    """One built layer, kept while the tensors that it was built over are the same memory."""
+
+    _key: tuple[Any, ...] | None = None
+    _layer: Any = None
+
+    def get(self, module: nn.Module, build: Callable[[], Any], *extra: Any) -> Any:
+        """The layer of this module: the one at hand, or `build()` if a tensor of the module (or `extra`) changed."""
+        key = (*extra, *(_place(t) for t in (*module.parameters(), *module.buffers())))
+        if key != self._key:
+            self._layer, self._key = build(), key
+        return self._layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module has memory of its own, so it builds its own layer.
+        return {}
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), version)
+
+
+def bank(experts: nn.Module) -> ExpertBank:
+    """The experts of a module with `gate_up_proj` [E, 2I, H] (gate first) and `down_proj` [E, H, I]."""
+    inner = experts.gate_up_proj.shape[1] // 2  # type: ignore[union-attr,index]
+    return ExpertBank(
+        gate=_weight(experts, "gate_up_proj", slice(0, inner), 0),
+        up=_weight(experts, "gate_up_proj", slice(inner, 2 * inner), 1),
+        down=_weight(experts, "down_proj", slice(None), 0),
+    )
+
+
+def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> PackedWeight:
+    codes = _tensor(experts, name)[:, rows]
+    scales = _scales(experts, name)
+    if scales is None:
+        return PackedWeight("bf16", codes)
+    codes, blocks = codes.view(torch.uint8), scales[:, rows].view(torch.uint8)
+    if scales.dtype == torch.float8_e8m0fnu:
+        return PackedWeight("mxfp4", codes, blocks)
+    # E floats, copied: a column of [E, 2] is not contiguous.
+    return PackedWeight("nvfp4", codes, blocks, _tensor(experts, name + GLOBAL_SCALE)[:, projection].clone())
+
+
+def _scales(module: nn.Module, name: str) -> Tensor | None:
+    for suffix in (SCALE, _SCALE_INV):
+        if hasattr(module, name + suffix):
+            scales = _tensor(module, name + suffix)
+            if scales.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
+                raise Unsupported(
+                    f"{name + suffix} is {scales.dtype}; allowed: float8_e8m0fnu (MXFP4), float8_e4m3fn (NVFP4)"
+                )
+            return scales
+    return None
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    return getattr(module, name).detach()  # type: ignore[no-any-return]
+
+
+def router(gate: nn.Module, config: RouterConfig) -> Router:
+    """The router of a gate module: `weight` [E, H], and `e_score_correction_bias` [E] or `tid2eid` [V, K]."""
+    bias = getattr(gate, "e_score_correction_bias", None)
+    table = getattr(gate, "tid2eid", None)
+    return Router(_tensor(gate, "weight"), bias=bias, table=table, config=config)
+
+
+def dense_mlp(mlp: nn.Module, swiglu_limit: float | None) -> DenseMLP:
+    """A dense MLP module with `gate_proj`, `up_proj` [I, H] and `down_proj` [H, I], each bfloat16 or NVFP4."""
+    gate, up, down = (_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    return DenseMLP(gate, up, down, swiglu_limit=swiglu_limit)
+
+
+def _linear(linear: nn.Module) -> Tensor | PackedWeight:
+    weight, scales = _tensor(linear, "weight"), _scales(linear, "weight")
+    if scales is None:
+        return weight
+    codes, blocks = weight.view(torch.uint8)[None], scales.view(torch.uint8)[None]
+    if scales.dtype == torch.float8_e8m0fnu:
+        return PackedWeight("mxfp4", codes, blocks)
+    return PackedWeight("nvfp4", codes, blocks, _tensor(linear, "weight" + GLOBAL_SCALE).reshape(1))

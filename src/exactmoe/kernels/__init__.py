@@ -1,0 +1,1 @@
+"""Device code only: one folder a backend, one file an op."""

@@ -4,8 +4,10 @@ The index is the authority; a folder without one is its only file, or all of its
 Headers are read through safetensors, values are not read here.
 """
 
+import itertools
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,7 @@ class Checkpoint:
         except (ConfigError, Unsupported, CheckpointError) as error:
             raise type(error)(f"{self.path / 'config.json'}: {error}") from error
         self._leaves = _group(self.tensors.values())
+        self._sorted_names = sorted(self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +88,12 @@ class Checkpoint:
     def leaves(self, base: str) -> Mapping[str, TensorInfo]:
         """The tensors called `base` + "." + one more word, by that word."""
         return self._leaves.get(base, {})
+
+    def names_under(self, prefix: str) -> list[str]:
+        """Names of all tensors that start with `prefix`, sorted."""
+        start = bisect_left(self._sorted_names, prefix)
+        names = itertools.islice(self._sorted_names, start, None)
+        return list(itertools.takewhile(lambda name: name.startswith(prefix), names))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -126,11 +135,12 @@ def _files_without_index(path: Path) -> list[str]:
     if not files:
         raise CheckpointError(f"{path} has no {INDEX}, no {SINGLE} and no other safetensors file")
     for file in files:
-        numbers = re.fullmatch(r"(.+-)(\d+)(-of-)(\d+)\.safetensors", file)
-        for number in range(1, int(numbers[4]) + 1) if numbers else ():
-            shard = f"{numbers[1]}{number:0{len(numbers[2])}}-of-{numbers[4]}.safetensors"
-            if shard not in files:
-                raise CheckpointError(f"{path / shard} is missing: {file} counts {numbers[4]}")
+        if match := re.fullmatch(r"(.+-)(\d+)-of-(\d+)\.safetensors", file):
+            stem, number, count = match.groups()
+            for shard in range(1, int(count) + 1):
+                name = f"{stem}{shard:0{len(number)}}-of-{count}.safetensors"
+                if name not in files:
+                    raise CheckpointError(f"{path / name} is missing: {file} counts {count}")
     return files
 
 
@@ -141,13 +151,18 @@ def _read_indexed(path: Path) -> dict[str, TensorInfo]:
     files = list(dict.fromkeys(weight_map.values()))
     if (path / SINGLE).is_file() and SINGLE not in files:
         raise CheckpointError(
-            f"{path} has {SINGLE} and an {INDEX} that does not name it: two checkpoints in one folder"
+            f"{path} has {SINGLE} and an {INDEX} that does not name it: "
+            "two checkpoints in one folder"
         )
     found: dict[str, TensorInfo] = {}
     for file in files:
         for info in read_header(path, file):
             if weight_map.get(info.name) != file:
-                says = f"puts it into {weight_map[info.name]}" if info.name in weight_map else "does not name it"
+                says = (
+                    f"puts it into {weight_map[info.name]}"
+                    if info.name in weight_map
+                    else "does not name it"
+                )
                 raise CheckpointError(f"{path / file} holds {info.name}, but {INDEX} {says}")
             found[info.name] = info
     for name, file in weight_map.items():

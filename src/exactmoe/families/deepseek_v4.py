@@ -1,8 +1,8 @@
-"""DeepSeek-V4: every layer is MoE, the first ones routed by a hash table; sqrt-softplus; class `a8`.
+"""DeepSeek-V4: MoE in every layer, the first ones routed by a hash table; class `a8`.
 
 Geometry: transformers, models/deepseek_v4/configuration_deepseek_v4.py. Tensor names: the published
 checkpoints ("layers.3.ffn..."); save_pretrained writes the same names after "model.", and other
-names for embedding and head. w1 is gate, w3 is up, w2 is down (transformers, conversion_mapping.py).
+names for embedding and head. w1 is gate, w3 up, w2 down (transformers, conversion_mapping.py).
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Reading a model's config.json: what decides a result is never defaulted, what cannot run is named."""
+"""Reading config.json: what decides a result is never defaulted, what cannot run is named."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -70,9 +70,7 @@ class Fields:
     def check_router_dtype(self, numerics: Numerics) -> None:
         """A bf16 router selects other experts, so it runs only when the caller asks for it."""
         value = self._config.get("moe_router_dtype")
-        if value in (None, "float32") or (
-            value == "bfloat16" and numerics.router == "bf16_ladder"
-        ):
+        if value in (None, "float32") or (value == "bfloat16" and numerics.router == "bf16_ladder"):
             return
         raise Unsupported(
             f"moe_router_dtype is {value!r}; allowed: 'float32', or 'bfloat16' together with "

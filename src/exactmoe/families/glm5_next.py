@@ -62,9 +62,7 @@ def _num_mtp_layers(fields: Fields) -> int:
     return fields.integer(name, low=0) if name in fields else 1
 
 
-def _layer(
-    fields: Fields, layer: int, kind: str, block: str, numerics: Numerics
-) -> LayerSpec:
+def _layer(fields: Fields, layer: int, kind: str, block: str, numerics: Numerics) -> LayerSpec:
     hidden_size = fields.integer("hidden_size")
     limit = fields.swiglu_limit()
     if kind == "dense":

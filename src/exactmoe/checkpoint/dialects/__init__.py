@@ -1,4 +1,4 @@
-"""The layouts of packed weights that checkpoints use. A new one is one file and one name in DIALECTS.
+"""The layouts of packed weights in checkpoints. A new one is one file and one name in DIALECTS.
 
 The dialect of a projection is decided from its tensors' names and dtypes, never from a config.
 """
@@ -16,8 +16,11 @@ DIALECTS = (MODELOPT_NVFP4, DEEPSEEK_MXFP4, PLAIN_BF16)
 def detect(dtypes: Mapping[str, str]) -> Dialect | None:
     """The dialect of a projection, or None where no dialect or more than one fits.
 
-    The codes decide; where they are missing, the other tensors do, so that the error can say what is
-    missing. Args: dtypes: last word of the name -> dtype, of every tensor of the projection.
+    The codes decide; where they are missing, the other tensors do, so that the error can name
+    what is missing.
+
+    Args:
+        dtypes: last word of the name -> dtype, of every tensor of the projection.
     """
     fits = [d for d in DIALECTS if _present(d.parts[:1], dtypes)]
     fits = fits or [d for d in DIALECTS if _present(d.parts[1:], dtypes)]
@@ -28,4 +31,12 @@ def _present(parts: tuple[Part, ...], dtypes: Mapping[str, str]) -> bool:
     return any(dtypes.get(part.leaf) == part.dtype for part in parts)
 
 
-__all__ = ["DEEPSEEK_MXFP4", "DIALECTS", "MODELOPT_NVFP4", "PLAIN_BF16", "Dialect", "Part", "detect"]
+__all__ = [
+    "DEEPSEEK_MXFP4",
+    "DIALECTS",
+    "MODELOPT_NVFP4",
+    "PLAIN_BF16",
+    "Dialect",
+    "Part",
+    "detect",
+]

@@ -1,6 +1,6 @@
 """MXFP4 as DeepSeek-V4 is published: int8 bytes of two codes, and E8M0 scales.
 
-value = e2m1 x 2^(byte - 127), no global scale. Low nibble = even column.
+value = e2m1 x 2^(byte - 127), no global scale. The low nibble is the even column.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """NVFP4 as NVIDIA Model Optimizer exports it.
 
-value = e2m1 x `weight_scale` x `weight_scale_2`; the last is a multiplier, amax / 2688. Low nibble =
-even column. Where there is an `input_scale` it belongs to static activations (see the ignore rules).
+value = e2m1 x `weight_scale` x `weight_scale_2`; the last is a multiplier, amax / 2688. The low
+nibble is the even column. An `input_scale` belongs to static activations (see the ignore rules).
 """
 
 import torch

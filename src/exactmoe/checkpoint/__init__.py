@@ -1,0 +1,23 @@
+"""Checkpoints: what a folder holds, where each tensor goes, and the weights of one layer."""
+
+from exactmoe.checkpoint.audit import LoadReport, audit
+from exactmoe.checkpoint.index import Checkpoint, TensorInfo
+from exactmoe.checkpoint.load import DenseWeights, MoEWeights, read_dense, read_layer, read_moe
+from exactmoe.checkpoint.plan import LayerPlan, plan_layer
+from exactmoe.checkpoint.reader import Progress, Reader
+
+__all__ = [
+    "Checkpoint",
+    "DenseWeights",
+    "LayerPlan",
+    "LoadReport",
+    "MoEWeights",
+    "Progress",
+    "Reader",
+    "TensorInfo",
+    "audit",
+    "plan_layer",
+    "read_dense",
+    "read_layer",
+    "read_moe",
+]

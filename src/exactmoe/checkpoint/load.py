@@ -1,0 +1,116 @@
+"""The weights of one MLP block, read from a checkpoint: only the tensors that the block needs."""
+
+from dataclasses import dataclass
+
+import torch
+
+from exactmoe.bank import ExpertBank, Router
+from exactmoe.checkpoint.index import Checkpoint
+from exactmoe.checkpoint.plan import LayerPlan, plan_layer
+from exactmoe.checkpoint.reader import Progress, Reader
+from exactmoe.config import MoEConfig
+from exactmoe.errors import CheckpointError, ConfigError
+from exactmoe.formats import PackedWeight
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    """A dense MLP or a shared expert: gate and up [1, I, H], down [1, H, I], of any format."""
+
+    gate: PackedWeight
+    up: PackedWeight
+    down: PackedWeight
+    swiglu_limit: float | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three weights."""
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    """A MoE block: routed experts, router, shared expert (None: the model has none)."""
+
+    config: MoEConfig
+    bank: ExpertBank
+    router: Router
+    shared: DenseWeights | None
+
+
+def read_layer(
+    checkpoint: Checkpoint, layer: int, progress: Progress | None = None
+) -> MoEWeights | DenseWeights:
+    """Reads one layer, whatever its kind.
+
+    Args:
+        checkpoint: the folder, opened.
+        layer: index of the layer.
+        progress: called with the bytes of every tensor read.
+
+    Raises:
+        CheckpointError: a tensor of the block is missing, malformed or unexpected, or a value in it
+            is refused; the message names file and tensor.
+        Unsupported: legal values that cannot be run, named alike.
+        ConfigError: the model has no such layer.
+    """
+    plan = plan_layer(checkpoint, layer)
+    plan.require_complete()
+    with Reader(checkpoint, progress) as reader:
+        if plan.spec.moe is None:
+            return _dense(reader, plan)
+        weights = {name: reader.weight(weight) for name, weight in plan.experts.items()}
+        return MoEWeights(
+            config=plan.spec.moe,
+            bank=ExpertBank(**weights),
+            router=_router(reader, plan),
+            shared=_dense(reader, plan),
+        )
+
+
+def read_moe(checkpoint: Checkpoint, layer: int, progress: Progress | None = None) -> MoEWeights:
+    """Reads a MoE layer, as `read_layer`; ConfigError when the layer is dense."""
+    _require_kind(checkpoint, layer, "moe")
+    weights = read_layer(checkpoint, layer, progress)
+    assert isinstance(weights, MoEWeights)
+    return weights
+
+
+def read_dense(
+    checkpoint: Checkpoint, layer: int, progress: Progress | None = None
+) -> DenseWeights:
+    """Reads a dense layer, as `read_layer`; ConfigError when the layer is MoE."""
+    _require_kind(checkpoint, layer, "dense")
+    weights = read_layer(checkpoint, layer, progress)
+    assert isinstance(weights, DenseWeights)
+    return weights
+
+
+def _require_kind(checkpoint: Checkpoint, layer: int, kind: str) -> None:
+    found = checkpoint.family.layer(layer).kind
+    if found != kind:
+        raise ConfigError(f"layer {layer} is {found}; asked for: {kind}")
+
+
+def _dense(reader: Reader, plan: LayerPlan) -> DenseWeights:
+    weights = {name: reader.weight(weight) for name, weight in plan.dense.items()}
+    return DenseWeights(**weights, swiglu_limit=plan.spec.swiglu_limit)
+
+
+def _router(reader: Reader, plan: LayerPlan) -> Router:
+    if plan.spec.router is None:
+        raise ConfigError(f"layer {plan.spec.layer} is {plan.spec.kind}; it has no router")
+    tensors = {name: reader.tensor(info) for name, info in plan.router.items()}
+    bias, table = tensors.get("bias"), tensors.get("table")
+    try:
+        return Router(
+            tensors["weight"],
+            bias=None if bias is None else bias.to(torch.float32),
+            table=table,
+            config=plan.spec.router,
+        )
+    except ConfigError as error:
+        # The dtypes and shapes were checked with the headers; what is left is an id in the table.
+        info = plan.router["weight" if table is None else "table"]
+        where = f"{info.file}: {info.name} (layer {plan.spec.layer})"
+        raise CheckpointError(f"{where}: {error}") from error

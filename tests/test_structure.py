@@ -117,10 +117,11 @@ def test_argument_count_finds(tmp_path):
     plant(tmp_path, "src/exactmoe/method.py", f"class C:\n  def f(self, {eight}): ...\n")
     plant(tmp_path, "src/exactmoe/device.py", f"@triton.jit\ndef f({eight}, i, j): ...\n")
     plant(tmp_path, "src/exactmoe/cpu.py", f"@njit(cache=True)\ndef f({eight}, i, j): ...\n")
+    plant(tmp_path, "src/exactmoe/call.py", f"@intrinsic\ndef f({eight}, i, j): ...\n")
     assert structure.argument_count(tmp_path) == []
-    plant(tmp_path, "src/exactmoe/bad.py", f"def f({eight}, *, i): ...\n")
+    plant(tmp_path, "src/exactmoe/bad.py", f"@cache\ndef f({eight}, *, i): ...\n")
     (finding,) = structure.argument_count(tmp_path)
-    assert finding.startswith("src/exactmoe/bad.py:1 f takes 9 arguments")
+    assert finding.startswith("src/exactmoe/bad.py:2 f takes 9 arguments")
 
 
 SWALLOWED = [

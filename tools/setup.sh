@@ -34,19 +34,26 @@ case $torch in
   *) index=${TORCH_INDEX-} ;;
 esac
 
-made_from="python $version, $torch, index ${index:-none}, ${TRANSFORMERS:-transformers}, $(cksum <pyproject.toml)"
+base="python $version, $torch, index ${index:-none}, ${TRANSFORMERS:-transformers of pyproject.toml}"
+project=$(cksum <pyproject.toml)
 stamp=$VENV/.made_from
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$made_from" ]; then
+made_base="" made_project=""
+if [ -f "$stamp" ]; then
+  { read -r made_base && read -r made_project; } <"$stamp" || made_base=""
+elif [ -d "$VENV" ] && ! [ -f "$VENV/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV")" ]; then
+  fail "VENV=$VENV is a folder with other things in it; name one that is empty or does not exist"
+fi
+if [ "$made_base" = "$base" ] && [ "$made_project" = "$project" ]; then
   exit 0
 fi
 
-printf 'setup: %s with Python %s and %s\n' "$VENV" "$version" "$torch"
-rm -f "$stamp"
-if ! [ -x "$VENV/bin/python" ] ||
-  [ "$("$VENV/bin/python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')" != "$version" ]; then
+# Another torch in the same environment could pass for the wanted one, so a new base starts afresh.
+printf 'setup: making %s: %s\n' "$VENV" "$base"
+if [ "$made_base" != "$base" ]; then
   "$PYTHON" -m venv --clear "$VENV" ||
     fail "$PYTHON could not make a virtual environment (on Debian: apt install python3-venv)"
 fi
+rm -f "$stamp"
 
 # No byte-compiling of whole packages: most of their files are never imported.
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -61,8 +68,8 @@ if [[ $torch != *+cpu ]]; then
 elif ! install --no-deps "$torch" 2>"$log"; then
   [ -n "$index" ] && install --no-deps --timeout 15 --retries 2 --index-url "$index" "$torch" 2>>"$log" || {
     cat "$log" >&2
-    fail "no NVIDIA driver here, so the CPU build $torch is wanted, and neither pip's own indexes nor" \
-      "  TORCH_INDEX=${index:-''} gave it (pip's messages are above). Choose one:" \
+    fail "the CPU build $torch was found neither in pip's own indexes nor at" \
+      "  TORCH_INDEX=${index:-(none)}; pip's messages are above. Choose one:" \
       "  make setup TORCH_INDEX=URL                       another index that serves CPU builds" \
       "  make setup TORCH=torch==$TORCH_VERSION                     the default build, with CUDA: several GB"
   }
@@ -71,4 +78,4 @@ fi
 # torch is named again so that no other requirement can replace the build just installed.
 install "$torch" ${TRANSFORMERS:+"$TRANSFORMERS"} --editable '.[test,dev]' ||
   fail "the packages of pyproject.toml could not be installed; see pip's message above"
-printf '%s\n' "$made_from" >"$stamp"
+printf '%s\n' "$base" "$project" >"$stamp"

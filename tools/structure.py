@@ -49,6 +49,9 @@ FOREIGN = {
 }
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
+# Decorators of device code, whose signatures are flat: triton.jit, njit, numba's intrinsic, device.
+DEVICE_CODE = re.compile(r"jit\b|\bintrinsic\b|\bdevice\b")
+
 SIZED = ("src", "tests", "demo", "tools", "benchmarks")
 SIZED_SUFFIXES = {".py", ".sh", ".cu", ".cuh"}
 # Spelled in two parts so that this file does not find itself.
@@ -174,7 +177,7 @@ def argument_count(root: Path) -> list[str]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            if any(DEVICE_CODE.search(ast.unparse(mark)) for mark in node.decorator_list):
                 continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = len(arguments) - bool(arguments and arguments[0].arg in {"self", "cls"})

@@ -1,9 +1,10 @@
 """Host side of the ops: one set of them a backend, found by its name."""
 
+from exactmoe.ops.cpu_path import CpuPath
 from exactmoe.ops.path import Path
 from exactmoe.ops.reference_path import ReferencePath
 
-_PATHS: dict[str, Path] = {"reference": ReferencePath()}
+_PATHS: dict[str, Path] = {"cpu": CpuPath(), "reference": ReferencePath()}
 
 
 def path(name: str) -> Path:

@@ -12,7 +12,7 @@ import numba
 from numba.core import config
 
 _FOLDER = Path(__file__).parent
-OPTIONS = {"nopython": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
+OPTIONS = {"error_model": "numpy", "fastmath": False, "boundscheck": False}
 
 
 def _digest() -> str:
@@ -46,4 +46,6 @@ def device(function: Callable) -> Callable:
 
 def entry(signature: str) -> Callable[[Callable], Callable]:
     """A function with a machine address, which kernels call through `call_tile`: compiled once, not into each of them."""
-    return lambda function: _cached(numba.cfunc(signature, cache=True, **OPTIONS), function)
+    return lambda function: _cached(
+        numba.cfunc(signature, cache=True, nopython=True, **OPTIONS), function
+    )

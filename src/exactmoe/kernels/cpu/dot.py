@@ -43,7 +43,9 @@ _BITS = {"nvfp4": 4, "mxfp4": 4, "bf16": 16, "f32": 32}
 GEOMETRY = ("columns", "chain", "token_scale_step")
 
 
-def _operand(builder: ir.IRBuilder, format: str, address: ir.Value, scale: ir.Value | None) -> ir.Value:
+def _operand(
+    builder: ir.IRBuilder, format: str, address: ir.Value, scale: ir.Value | None
+) -> ir.Value:
     if format == "f32":
         return load(builder, address, LANES_F32, 4)
     if format == "bf16":
@@ -82,12 +84,16 @@ def _emit(builder: ir.IRBuilder, format: str, num_tokens: int, arguments: list[i
         scales: list[ir.Value | None] = [None] * ROWS
         if packed:
             offset = builder.udiv(k, block)
-            scales = [splat(builder, table_entry(builder, table, builder.add(a, offset))) for a in row_scale_of]
+            scales = [
+                splat(builder, table_entry(builder, table, builder.add(a, offset)))
+                for a in row_scale_of
+            ]
         for step in range(steps_per_block):
             here = builder.add(k, constant(step * LANES))
             code_offset = builder.lshr(builder.mul(here, constant(_BITS[format])), constant(3))
             operands = [
-                _operand(builder, format, builder.add(row_of[r], code_offset), scales[r]) for r in range(ROWS)
+                _operand(builder, format, builder.add(row_of[r], code_offset), scales[r])
+                for r in range(ROWS)
             ]
             token_offset = builder.shl(here, constant(2))
             for t in range(num_tokens):
@@ -107,7 +113,9 @@ def _emit(builder: ir.IRBuilder, format: str, num_tokens: int, arguments: list[i
             block_step(builder.add(first, builder.mul(loop.index, block)))
         sums = sums_of_lanes(builder, [builder.load(cell) for cell in lanes])
         offset = builder.load(scale_offset)
-        token_scale = _per_token(builder, [load(builder, builder.add(a, offset), F32, 4) for a in token_scale_of])
+        token_scale = _per_token(
+            builder, [load(builder, builder.add(a, offset), F32, 4) for a in token_scale_of]
+        )
         builder.store(fma(builder, sums, token_scale, builder.load(total)), total)
         builder.store(builder.add(first, length), start)
         builder.store(builder.add(offset, scale_step), scale_offset)

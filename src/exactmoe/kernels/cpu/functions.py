@@ -8,7 +8,12 @@ from exactmoe.kernels.cpu.intrinsics import bits32, float32_of, float64_of, fma3
 F32_NAN = np.uint32(0x7FC00000)
 _LOG2_E32 = np.float32(1.4426950408889634)
 _MINUS_LN2_HIGH32, _MINUS_LN2_LOW32 = np.float32(-0.693359375), np.float32(2.12194440e-4)
-_C7, _C6, _C5, _C4 = np.float32(1 / 5040), np.float32(1 / 720), np.float32(1 / 120), np.float32(1 / 24)
+_C7, _C6, _C5, _C4 = (
+    np.float32(1 / 5040),
+    np.float32(1 / 720),
+    np.float32(1 / 120),
+    np.float32(1 / 24),
+)
 _C3, _C2, _ONE = np.float32(1 / 6), np.float32(1 / 2), np.float32(1.0)
 _LOW32, _HIGH32, _ZERO = np.float32(-104.0), np.float32(89.0), np.float32(0.0)
 

@@ -51,7 +51,9 @@ def fetch_add(typing, address, amount):
     """Add to the int64 at an address as one step, whatever other threads do; gives the value before."""
 
     def generate(context, builder, signature, args):
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic"
+        )
 
     return types.int64(types.int64, types.int64), generate
 

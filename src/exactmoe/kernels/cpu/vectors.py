@@ -6,7 +6,13 @@ from llvmlite import ir
 from numba.core import cgutils
 
 LANES = 16
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64, F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 LANES_F32 = ir.VectorType(F32, LANES)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = ir.Constant(LANES_F32, [*_E2M1, *(-m for m in _E2M1)])
@@ -54,7 +60,9 @@ def e2m1(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 def bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 bfloat16 at an address as float32."""
-    halves = builder.zext(load(builder, address, ir.VectorType(I16, LANES), 2), ir.VectorType(I32, LANES))
+    halves = builder.zext(
+        load(builder, address, ir.VectorType(I16, LANES), 2), ir.VectorType(I32, LANES)
+    )
     return builder.bitcast(builder.shl(halves, ir.Constant(halves.type, [16] * LANES)), LANES_F32)
 
 
@@ -83,7 +91,10 @@ def sums_of_lanes(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Valu
             parts = [(a, b, both) for a, b in pairs]
             items *= 2
         current = [
-            builder.fadd(shuffle(builder, a, b, lanes), shuffle(builder, a, b, [lane + half for lane in lanes]))
+            builder.fadd(
+                shuffle(builder, a, b, lanes),
+                shuffle(builder, a, b, [lane + half for lane in lanes]),
+            )
             for a, b, lanes in parts
         ]
         width = half

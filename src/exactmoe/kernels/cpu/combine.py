@@ -1,0 +1,91 @@
+"""combine: a token's slots to one row, in the order of contract section 5; and the last add and rounding."""
+
+import numpy as np
+
+from exactmoe.kernels.cpu.compile import device, kernel
+from exactmoe.kernels.cpu.functions import bf16_bits, canonical
+from exactmoe.kernels.cpu.intrinsics import bits32, next_piece
+
+GROUPS = 8
+BLOCK = 512  # columns of one piece
+_ZERO = np.float32(0.0)
+
+
+@device
+def _ordered(ids, weights, num_experts, order):
+    """Fill order with the present k of a row, ascending id, equal ids ascending by the weight's bits; gives their number."""
+    count = 0
+    for k in range(ids.shape[0]):
+        if 0 <= ids[k] < num_experts:
+            place = count
+            while place > 0:
+                other = order[place - 1]
+                if ids[other] < ids[k] or (
+                    ids[other] == ids[k] and bits32(weights[other]) <= bits32(weights[k])
+                ):
+                    break
+                order[place] = other
+                place -= 1
+            order[place] = k
+            count += 1
+    return count
+
+
+@device
+def _store(value, y_f32, y_bf16, token, column):
+    if y_f32.shape[0]:
+        y_f32[token, column] = canonical(value)
+    else:
+        y_bf16[token, column] = np.uint16(bf16_bits(value))
+
+
+@kernel
+def combine(slots, expert_ids, weights, num_experts, weighted, shared, y_f32, y_bf16, counter):
+    """slots float32 [S, H], ids int32 [T, K], weights float32 [T, K], shared float32 [T, H] or [0, H].
+
+    weighted: `a16`, s = s + weight x slot; else s = s + slot. One of y_f32 float32 and y_bf16 uint16 is [T, H], the
+    other [0, H].
+    """
+    num_tokens, top_k = expert_ids.shape
+    hidden = slots.shape[1]
+    num_blocks = -(-hidden // BLOCK)
+    order = np.empty(top_k, np.int64)
+    groups = np.empty((GROUPS, BLOCK), np.float32)
+    while True:
+        piece = next_piece(counter)
+        if piece >= num_tokens * num_blocks:
+            break
+        token = piece // num_blocks
+        first = (piece % num_blocks) * BLOCK
+        width = min(BLOCK, hidden - first)
+        count = _ordered(expert_ids[token], weights[token], num_experts, order)
+        groups[:] = _ZERO
+        for i in range(count):
+            k = order[i]
+            group = groups[GROUPS * np.int64(expert_ids[token, k]) // num_experts]
+            row = slots[token * top_k + k, first : first + width]
+            weight = weights[token, k]
+            if weighted:
+                for c in range(width):
+                    group[c] = group[c] + weight * row[c]
+            else:
+                for c in range(width):
+                    group[c] = group[c] + row[c]
+        for c in range(width):
+            low = (groups[0, c] + groups[1, c]) + (groups[2, c] + groups[3, c])
+            high = (groups[4, c] + groups[5, c]) + (groups[6, c] + groups[7, c])
+            value = low + high
+            if shared.shape[0]:
+                value = value + shared[token, first + c]
+            _store(value, y_f32, y_bf16, token, first + c)
+
+
+@kernel
+def finish(dense, y_f32, y_bf16, counter):
+    """y = +0 + dense, float32 [T, H], rounded once; y_f32 and y_bf16 as in combine."""
+    while True:
+        token = next_piece(counter)
+        if token >= dense.shape[0]:
+            break
+        for c in range(dense.shape[1]):
+            _store(_ZERO + dense[token, c], y_f32, y_bf16, token, c)

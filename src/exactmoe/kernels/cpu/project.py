@@ -1,0 +1,89 @@
+"""One block of rows of one expert, times a few tokens: what gate_up, down and dense_mlp are made of.
+
+A weight comes as three arrays (ops/cpu/prepare.py makes them):
+    experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of the values of its scale bytes
+    factors  float32 [E]: what the accumulator is multiplied by, or divided by
+    layout   int64 [7]: see the names below
+"""
+
+import numpy as np
+
+from exactmoe.kernels.cpu.compile import device
+from exactmoe.kernels.cpu.dot import ROWS
+from exactmoe.kernels.cpu.intrinsics import call_tile
+
+BLOCK_ROWS = 32  # rows of one piece of work
+CHUNK_TOKENS = 64  # tokens whose results a thread holds at a time
+CODES, SCALES, TABLE = 0, 1, 2
+NUM_ROWS, COLUMNS, ROW_BYTES, SCALE_ROW_BYTES, DIVIDE, TILE_1, TILE_4 = range(7)
+
+ONE = np.ones(1, np.float32)  # the token scale of everything but `a8`
+
+
+@device
+def token_addresses(values, scales, slots, per_token, addresses):
+    """Fill addresses int64 [2, n]: of the row of values, and of the row of scales, that each of n slots reads.
+
+    per_token: slots that share a row (top_k for x, 1 for h). scales with no columns: no scales.
+    """
+    value_bytes = values.shape[1] * 4
+    scale_bytes = scales.shape[1] * 4
+    for i in range(slots.shape[0]):
+        row = slots[i] // per_token
+        addresses[0, i] = values.ctypes.data + row * value_bytes
+        addresses[1, i] = scales.ctypes.data + row * scale_bytes if scale_bytes else ONE.ctypes.data
+
+
+@device
+def project(experts, factors, layout, expert, first_row, num_rows, addresses, geometry, out):
+    """Accumulators with their global scale: out float32 [n, BLOCK_ROWS], columns from num_rows on are not written.
+
+    addresses int64 [2, n] from token_addresses; geometry int64 [3] as in dot.py.
+    """
+    num_tokens = addresses.shape[1]
+    last_row = first_row + num_rows - 1
+    factor = factors[expert]
+    rows = np.empty(2 * ROWS, np.int64)
+    tokens = np.empty(8, np.int64)
+    cells = np.empty(4 * ROWS, np.float32)
+    for quad in range(first_row, first_row + num_rows, ROWS):
+        for r in range(ROWS):
+            row = min(quad + r, last_row)
+            rows[r] = experts[expert, CODES] + row * layout[ROW_BYTES]
+            rows[ROWS + r] = experts[expert, SCALES] + row * layout[SCALE_ROW_BYTES]
+        token = 0
+        while token < num_tokens:
+            single = num_tokens - token == 1
+            width = 1 if single else 4
+            for t in range(width):
+                # A short group repeats its last token.
+                source = min(token + t, num_tokens - 1)
+                tokens[t] = addresses[0, source]
+                tokens[4 + t] = addresses[1, source]
+            call_tile(
+                layout[TILE_1] if single else layout[TILE_4],
+                rows.ctypes.data,
+                rows.ctypes.data + 8 * ROWS,
+                experts[expert, TABLE],
+                tokens.ctypes.data,
+                tokens.ctypes.data + 32,
+                geometry.ctypes.data,
+                cells.ctypes.data,
+            )
+            for t in range(min(width, num_tokens - token)):
+                for r in range(min(ROWS, last_row + 1 - quad)):
+                    value = cells[t * ROWS + r]
+                    scaled = value / factor if layout[DIVIDE] else value * factor
+                    out[token + t, quad - first_row + r] = scaled
+            token += width
+
+
+@device
+def active_experts(offsets, active):
+    """Fill active int64 [E] with the experts that serve a slot, ascending; gives their number."""
+    count = 0
+    for expert in range(offsets.shape[0] - 1):
+        if offsets[expert + 1] > offsets[expert]:
+            active[count] = expert
+            count += 1
+    return count

@@ -1,0 +1,92 @@
+"""prepare: what the CPU kernels need to read a packed weight where it lies."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exactmoe.errors import Unsupported
+from exactmoe.formats import PackedWeight, exponent_range
+from exactmoe.formats.scales import E4M3_VALUES, E8M0_BIAS, power_of_two
+from exactmoe.kernels.cpu.dot import tile
+
+_E4M3 = E4M3_VALUES.numpy()
+# 2^d for d = -510 ... 255 with d > 0 read as 0: only blocks of zeros lie above p, and their zeros must not meet an Inf.
+_LOWEST = -510
+_POWERS = power_of_two(torch.arange(_LOWEST, 256).clamp(max=0)).numpy()
+_UNUSED = np.zeros(1, np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class CpuWeight:
+    """A packed weight as the kernels read it (kernels/cpu/project.py). It holds the packed tensors; nothing is copied.
+
+    Attributes:
+        weight: the packed weight, kept so that the addresses stay valid.
+        experts: int64 [E, 3]: addresses of codes, block scales and values of scale bytes.
+        factors: float32 [E]: global scales; 2^p for MXFP4; 1 for BF16.
+        layout: int64 [7].
+    """
+
+    weight: PackedWeight
+    experts: np.ndarray[Any, np.dtype[np.int64]]
+    factors: np.ndarray[Any, np.dtype[np.float32]]
+    layout: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """The three arrays that a kernel takes."""
+        return self.experts, self.factors, self.layout
+
+
+def prepare(weight: PackedWeight) -> CpuWeight:
+    """Addresses and epilogue factors of a weight [E, N, K] on the CPU.
+
+    Raises:
+        Unsupported: another device, or rows that are not contiguous.
+    """
+    _require_contiguous_rows("codes", weight.codes)
+    experts = np.zeros((weight.num_experts, 3), np.int64)
+    index = np.arange(weight.num_experts)
+    codes = weight.codes
+    experts[:, 0] = codes.data_ptr() + index * (codes.stride(0) * codes.element_size())
+    experts[:, 1] = experts[:, 2] = _UNUSED.ctypes.data
+    factors = np.ones(weight.num_experts, np.float32)
+    scale_row_bytes = 0
+    if weight.scales is not None:
+        _require_contiguous_rows("scales", weight.scales)
+        experts[:, 1] = weight.scales.data_ptr() + index * weight.scales.stride(0)
+        scale_row_bytes = weight.scales.stride(1)
+    if weight.format == "nvfp4":
+        experts[:, 2] = _E4M3.ctypes.data
+    elif weight.format == "mxfp4":
+        _, high = exponent_range(weight)
+        # Byte b of an expert with largest exponent p stands for 2^(b - 127 - p).
+        experts[:, 2] = _POWERS.ctypes.data - 4 * (
+            high.numpy().astype(np.int64) + E8M0_BIAS + _LOWEST
+        )
+        factors = power_of_two(high).numpy()
+    if weight.global_scale is not None:
+        factors = weight.global_scale.contiguous().numpy()
+    layout = np.array(
+        [
+            weight.rows,
+            weight.columns,
+            codes.stride(1) * codes.element_size(),
+            scale_row_bytes,
+            weight.global_scale_op == "divide" and weight.global_scale is not None,
+            tile(weight.format, 1).address,
+            tile(weight.format, 4).address,
+        ],
+        np.int64,
+    )
+    return CpuWeight(weight, experts, factors, layout)
+
+
+def _require_contiguous_rows(name: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu" or (tensor.stride(2) != 1 and tensor.shape[2] > 1):
+        raise Unsupported(
+            f"{name} on {tensor.device} have strides {tensor.stride()}; allowed: on the CPU, the last stride 1"
+        )

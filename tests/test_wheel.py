@@ -14,9 +14,26 @@ SOURCE = ROOT / "src"
 IMPORT_ALL = """
 import importlib, pkgutil, exactmoe
 for module in pkgutil.walk_packages(exactmoe.__path__, "exactmoe."):
-    if not module.name.startswith(("exactmoe.kernels.triton", "exactmoe.kernels.cuda")):
+    skipped = ("exactmoe.kernels.triton", "exactmoe.kernels.cuda", "exactmoe.__main__")
+    if not module.name.startswith(skipped):
         importlib.import_module(module.name)
 print(exactmoe.__file__)
+"""
+
+# A layer gives three tokens the bytes that each of them has alone.
+RUN_LAYER = """
+import torch, exactmoe
+generator = torch.Generator().manual_seed(1)
+def random(*shape):
+    return torch.randn(*shape, generator=generator).bfloat16()
+bank = exactmoe.quantize_experts(*(random(4, 32, 32) for _ in range(3)), format="nvfp4")
+config = exactmoe.MoEConfig(hidden_size=32, intermediate_size=32, num_experts=4, top_k=2)
+layer = exactmoe.MoELayer(config, bank, cards=["cpu"])
+x, weights = random(3, 32), torch.full((3, 2), 0.5)
+expert_ids = torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32)
+together = layer.experts(x, expert_ids, weights)
+alone = [layer.experts(x[t : t + 1], expert_ids[t : t + 1], weights[t : t + 1]) for t in range(3)]
+print(together.shape, torch.equal(together.view(torch.int16), torch.cat(alone).view(torch.int16)))
 """
 
 
@@ -58,5 +75,6 @@ def test_wheel_runs_alone(wheel, tmp_path):
     environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     found = run("-c", IMPORT_ALL, cwd=elsewhere, env=environment)
     assert Path(found) == site / "exactmoe" / "__init__.py"
+    assert run("-c", RUN_LAYER, cwd=elsewhere, env=environment) == "torch.Size([3, 32]) True"
     usage = run(site / "bin" / "exactmoe", "--help", cwd=elsewhere, env=environment)
     assert "generate" in usage and "verify" in usage

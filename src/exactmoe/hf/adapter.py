@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.activations import ACT2FN
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
@@ -48,7 +49,7 @@ def from_pretrained(
     folder: str, config: Any, quantization: QuantizationConfigMixin, device: str
 ) -> tuple[Any, dict[str, Any]]:
     """Load a model in bf16 through our quantizer: (model, transformers' loading info)."""
-    return auto_class(config).from_pretrained(  # type: ignore[no-any-return]
+    model, info = auto_class(config).from_pretrained(
         folder,
         config=config,
         quantization_config=quantization,
@@ -56,6 +57,32 @@ def from_pretrained(
         device_map={"": device},
         output_loading_info=True,
     )
+    _keep_rows_bf16(model)
+    return model, info
+
+
+def _keep_rows_bf16(model: nn.Module) -> None:
+    """Make every norm give back the dtype that it got.
+
+    DeepSeek-V4 keeps norm weights in float32. Its norm in transformers 5.17 then returns float32 rows, which the next bf16
+    linear refuses (stock 5.17 cannot run a bf16 checkpoint of it); 5.24 casts inside the norm.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
+            continue
+        with torch.no_grad():
+            probe = module(
+                torch.zeros(1, *weight.shape, dtype=torch.bfloat16, device=weight.device)
+            )
+        if probe.dtype != torch.bfloat16:
+            module.register_forward_hook(_output_like_input)
+
+
+def _output_like_input(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> torch.Tensor:
+    return output.to(inputs[0].dtype)
 
 
 @contextmanager
@@ -79,8 +106,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def ignore_unexpected(model: Any, patterns: Iterable[str]) -> None:
     """Checkpoint names that match one of `patterns` are left out of transformers' report of unexpected tensors."""
-    known = model._keys_to_ignore_on_load_unexpected or []
-    model._keys_to_ignore_on_load_unexpected = [*known, *patterns]
+    # A class writes a list; an instance holds a set.
+    model._keys_to_ignore_on_load_unexpected = {
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        *patterns,
+    }
 
 
 def register_experts_function(name: str, function: Callable[..., Any]) -> None:
@@ -92,6 +122,13 @@ def register_experts_function(name: str, function: Callable[..., Any]) -> None:
     FP8ExpertsInterface.register(name, function)
 
 
+def is_silu(activation: object) -> bool:
+    """Whether an activation module of transformers is SiLU."""
+    return activation is nn.functional.silu or isinstance(
+        activation, (nn.SiLU, type(ACT2FN["silu"]))
+    )
+
+
 def uses_experts_function(module: nn.Module, name: str) -> bool:
     """Whether the module is an experts module of transformers whose forward is the registered `name` now."""
     config = getattr(module, "config", None)
@@ -99,11 +136,18 @@ def uses_experts_function(module: nn.Module, name: str) -> bool:
     return is_experts and getattr(config, "_experts_implementation", None) == name
 
 
+def converter_of(
+    sources: list[str], target: str, operations: list[ConversionOps]
+) -> WeightConverter:
+    """A converter of tensors called `sources` to one called `target`, anywhere in the model."""
+    return WeightConverter(sources, [target], operations)
+
+
 def copy_converter(
     converter: WeightConverter, sources: list[str], target: str, operations: list[ConversionOps]
 ) -> WeightConverter:
     """A converter of the same scope with other names. (5.17 has no `WeightConverter.copy`.)"""
-    copied = WeightConverter(sources, [target], operations)
+    copied = converter_of(sources, target, operations)
     copied.scope_prefix = converter.scope_prefix
     copied.base_model_prefix = converter.base_model_prefix
     return copied
@@ -122,10 +166,12 @@ __all__ = [
     "QuantizationConfigMixin",
     "auto_class",
     "converter_names",
+    "converter_of",
     "copy_converter",
     "decoder_layers",
     "from_pretrained",
     "ignore_unexpected",
+    "is_silu",
     "progress_bars",
     "read_config",
     "register_experts_function",

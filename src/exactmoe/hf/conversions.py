@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exactmoe.hf.adapter import ConversionOps, converter_names, copy_converter
+from exactmoe.hf.adapter import ConversionOps, converter_names, converter_of, copy_converter
 
 SCALE, GLOBAL_SCALE = "_scale", "_scale_2"
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -28,7 +28,11 @@ class StackBlocks(ConversionOps):
 
     @torch.no_grad()
     def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
         stacked = [torch.stack(input_dict.pop(pattern)) for pattern in source_patterns]
         return {target_patterns[0]: stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=1)}
@@ -39,10 +43,32 @@ class StackScalars(ConversionOps):
 
     @torch.no_grad()
     def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
-        columns = [torch.stack([t.reshape(()) for t in input_dict.pop(pattern)]) for pattern in source_patterns]
+        columns = [
+            torch.stack([t.reshape(()) for t in input_dict.pop(pattern)])
+            for pattern in source_patterns
+        ]
         return {target_patterns[0]: torch.stack(columns, dim=1)}
+
+
+class Scalar(ConversionOps):
+    """A global scale stored as [] or [1] -> []."""
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        (value,) = input_dict.pop(source_patterns[0])
+        return {target_patterns[0]: value.reshape(())}
 
 
 def scale_converters(conversions: list[Any]) -> list[Any]:
@@ -56,4 +82,5 @@ def scale_converters(conversions: list[Any]) -> list[Any]:
             names = [source.removesuffix("weight") + beside for source in sources]
             operation = StackScalars() if suffix == GLOBAL_SCALE else StackBlocks()
             added.append(copy_converter(converter, names, targets[0] + suffix, [operation]))
-    return added
+    dense = [f"{name}.weight_scale_2" for name in ("gate_proj", "up_proj", "down_proj")]
+    return added + [converter_of([name], name, [Scalar()]) for name in dense]

@@ -27,17 +27,19 @@ _SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
 
 @register_quantization_config(NAME)
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Which modules of the decoder hold what.
+    """How the parameters of the decoder's layers are stored, where that is not transformers' own choice.
 
     Attributes:
-        modules: name of a module below the decoder's layers, for example "3.mlp.experts", "0.mlp.gate_proj" or
-            "3.mlp.gate" -> how its parameters are stored: "nvfp4", "mxfp4", or "f32" (a router whose weight is float32).
-        ignored: patterns of checkpoint names that nobody loads, by a named rule of the family.
+        stored: name of a parameter below the decoder's layers, for example "3.mlp.experts.down_proj",
+            "0.mlp.gate_proj.weight" or "3.mlp.gate.weight" -> "nvfp4", "mxfp4", or "f32" (a router's float32 weight).
+        ignored: patterns of tensor names that nobody loads, by a named rule of the family.
     """
 
-    def __init__(self, modules: dict[str, str] | None = None, ignored: tuple[str, ...] = (), **_: Any) -> None:
+    def __init__(
+        self, stored: dict[str, str] | None = None, ignored: tuple[str, ...] = (), **_: Any
+    ) -> None:
         self.quant_method = NAME
-        self.modules = dict(modules or {})
+        self.stored = dict(stored or {})
         self.ignored = tuple(ignored)
 
 
@@ -52,14 +54,15 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         layers = decoder_layers(model)
-        for name, stored in self.quantization_config.modules.items():
-            module = layers.get_submodule(name)
-            for parameter in [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]:
-                _declare(module, parameter, stored)
+        for name, stored in self.quantization_config.stored.items():
+            module, _, parameter = name.rpartition(".")
+            _declare(layers.get_submodule(module), parameter, stored)
         ignore_unexpected(model, self.quantization_config.ignored)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: Any = None
+    ) -> list[Any]:
         # transformers 5.17 passes no model.
         return scale_converters(weight_conversions) + weight_conversions
 

@@ -4,14 +4,14 @@ The stored form is read from the parameters themselves: bfloat16; uint8 codes wi
 (NVFP4); int8 codes with E8M0 block scales (MXFP4).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from exactmoe.bank import ExpertBank, Router
-from exactmoe.config import RouterConfig
+from exactmoe.config import Limits, RouterConfig
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
@@ -24,24 +24,35 @@ _SCALE_INV = "_scale_inv"
 class LayerCache:
     """One built layer, kept while the tensors that it was built over are the same memory."""
 
-    _key: tuple[Any, ...] | None = None
     _layer: Any = None
+    _key: tuple[Any, ...] = ()
+    _slots: tuple[tuple[dict[str, Any], str], ...] = ()
 
     def get(self, module: nn.Module, build: Callable[[], Any], *extra: Any) -> Any:
-        """The layer of this module: the one at hand, or `build()` if a tensor of the module (or `extra`) changed."""
-        key = (*extra, *(_place(t) for t in (*module.parameters(), *module.buffers())))
-        if key != self._key:
-            self._layer, self._key = build(), key
+        """The layer of this module: the one at hand, or `build()` if a tensor of the module, or `extra`, changed."""
+        if self._layer is None or self._key != self._now(extra):
+            self._slots = tuple(_slots(module))
+            self._layer, self._key = build(), self._now(extra)
         return self._layer
+
+    def _now(self, extra: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*extra, *(_place(holder[name]) for holder, name in self._slots))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module has memory of its own, so it builds its own layer.
         return {}
 
 
+def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the module and its children hold their parameters and buffers."""
+    for part in module.modules():
+        for holder in (part._parameters, part._buffers):
+            yield from ((holder, name) for name, tensor in holder.items() if tensor is not None)
+
+
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     version = 0 if tensor.is_inference() else tensor._version
-    return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), version)
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, version)
 
 
 def bank(experts: nn.Module) -> ExpertBank:
@@ -63,7 +74,9 @@ def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> Pack
     if scales.dtype == torch.float8_e8m0fnu:
         return PackedWeight("mxfp4", codes, blocks)
     # E floats, copied: a column of [E, 2] is not contiguous.
-    return PackedWeight("nvfp4", codes, blocks, _tensor(experts, name + GLOBAL_SCALE)[:, projection].clone())
+    return PackedWeight(
+        "nvfp4", codes, blocks, _tensor(experts, name + GLOBAL_SCALE)[:, projection].clone()
+    )
 
 
 def _scales(module: nn.Module, name: str) -> Tensor | None:
@@ -89,10 +102,12 @@ def router(gate: nn.Module, config: RouterConfig) -> Router:
     return Router(_tensor(gate, "weight"), bias=bias, table=table, config=config)
 
 
-def dense_mlp(mlp: nn.Module, swiglu_limit: float | None) -> DenseMLP:
-    """A dense MLP module with `gate_proj`, `up_proj` [I, H] and `down_proj` [H, I], each bfloat16 or NVFP4."""
+def dense_mlp(
+    mlp: nn.Module, swiglu_limit: float | None, limits: Limits | None = None, backend: str = "auto"
+) -> DenseMLP:
+    """A dense MLP module with `gate_proj`, `up_proj` [I, H] and `down_proj` [H, I], each bfloat16 or packed."""
     gate, up, down = (_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
-    return DenseMLP(gate, up, down, swiglu_limit=swiglu_limit)
+    return DenseMLP(gate, up, down, swiglu_limit=swiglu_limit, limits=limits, backend=backend)
 
 
 def _linear(linear: nn.Module) -> Tensor | PackedWeight:

@@ -1,0 +1,14 @@
+"""Hugging Face transformers: load_model, whole blocks, and `experts_implementation="exactmoe"`.
+
+Importing this package registers the name, so that
+`AutoModelForCausalLM.from_pretrained(path, experts_implementation="exactmoe")` works on a bfloat16 model.
+"""
+
+from exactmoe.hf.experts import register
+from exactmoe.hf.explanation import explain
+from exactmoe.hf.load import load_model
+from exactmoe.hf.whole_block import blocks
+
+register()
+
+__all__ = ["blocks", "explain", "load_model"]

@@ -1,0 +1,152 @@
+"""`experts_implementation="exactmoe"`: routed experts only, for a model that transformers loaded itself.
+
+A second contract beside whole blocks: the combined experts are rounded to bfloat16 before the model adds its shared
+expert. The bits are those of class a16 (a8 for transformers' FP8Experts with FP4 weights), whatever the width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from exactmoe.config import MoEConfig
+from exactmoe.errors import Unsupported
+from exactmoe.hf import storage
+from exactmoe.hf.adapter import is_silu, register_experts_function, uses_experts_function
+from exactmoe.layer import MoELayer
+
+NAME = "exactmoe"
+
+_FLAGS = {
+    "is_transposed": False,
+    "has_bias": False,
+    "has_gate": True,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+}
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MODELS = "transformers.models"
+_layers: WeakKeyDictionary[nn.Module, storage.LayerCache] = WeakKeyDictionary()
+
+
+def _no_limit(experts: nn.Module) -> None:
+    return None
+
+
+def _fp8_limit(experts: nn.Module) -> float | None:
+    for name in ("swiglu_alpha", "gate_softcap"):
+        if getattr(experts, name, None) is not None:
+            raise Unsupported(
+                f"{name} is {getattr(experts, name)}; allowed: None (SwiGLU with at most a clamp)"
+            )
+    return experts.limit  # type: ignore[return-value]
+
+
+# Where `_apply_gate` was defined -> the clamp of the gate that it computes. A gate that is not here is refused.
+_GATES: dict[str, Callable[[nn.Module], float | None]] = {
+    "transformers.integrations.moe._default_apply_gate": _no_limit,
+    f"{_MODELS}.glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": lambda experts: (
+        experts.swiglu_limit
+    ),
+    f"{_MODELS}.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": lambda experts: (
+        experts.limit
+    ),
+    "transformers.integrations.finegrained_fp8.FP8Experts._apply_gate": _fp8_limit,
+}
+
+
+def experts_forward(
+    experts: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """What transformers calls instead of an experts module's own forward.
+
+    Args:
+        experts: the module; gate_up_proj [E, 2I, H], down_proj [E, H, I], bfloat16 (or int8 MXFP4 in FP8Experts).
+        hidden_states: bfloat16 [T, H].
+        top_k_index: int32 or int64 [T, K]; ids >= num_experts (other ranks' experts) and < 0 contribute nothing.
+        top_k_weights: [T, K], float32, or bfloat16 or float16, which become float32 exactly.
+
+    Returns:
+        bfloat16 [T, H].
+
+    Raises:
+        Unsupported: a gate, a layout or a dtype that is not known here, or a call that needs gradients.
+    """
+    needs_gradient = hidden_states.requires_grad or top_k_weights.requires_grad
+    if needs_gradient and torch.is_grad_enabled():
+        raise Unsupported(
+            "the call needs gradients; this is inference only: run it under torch.no_grad()"
+        )
+    if top_k_weights.dtype not in _WEIGHT_DTYPES:
+        raise Unsupported(
+            f"top_k_weights are {top_k_weights.dtype}; allowed: float32, bfloat16, float16"
+        )
+    layer = layer_of(experts, top_k_index.shape[1])
+    # Absent ids are -1 here; an id >= num_experts would set the layer's fault word.
+    ids = top_k_index.masked_fill(top_k_index >= layer.config.num_experts, -1)
+    return layer.experts(hidden_states, ids, top_k_weights.float())
+
+
+def layer_of(experts: nn.Module, top_k: int) -> MoELayer:
+    """The layer over the module's parameters: built at the first call, and again when they are other memory."""
+    if experts not in _layers:
+        _layers[experts] = storage.LayerCache()
+    return _layers[experts].get(experts, lambda: _build(experts, top_k), top_k)  # type: ignore[no-any-return]
+
+
+def _build(experts: nn.Module, top_k: int) -> MoELayer:
+    for flag, allowed in _FLAGS.items():
+        value = getattr(experts, flag, allowed)
+        if value != allowed:
+            raise Unsupported(f"{type(experts).__name__} has {flag} = {value}; allowed: {allowed}")
+    limit = _limit(experts)
+    bank = storage.bank(experts)
+    config = MoEConfig(
+        hidden_size=bank.hidden_size,
+        intermediate_size=bank.intermediate_size,
+        num_experts=bank.num_experts,
+        top_k=top_k,
+        swiglu_limit=limit,
+        numerics="a16" if bank.gate.format == "bf16" else "a8",
+    )
+    return MoELayer(config, bank)
+
+
+def _limit(experts: nn.Module) -> float | None:
+    gate = getattr(experts, "_apply_gate", None)
+    # An `_apply_gate` set on the instance hides the class's.
+    function = getattr(gate, "__func__", gate)
+    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+    if name not in _GATES:
+        known = ", ".join(key.rpartition("transformers.")[2] for key in _GATES)
+        raise Unsupported(
+            f"{type(experts).__name__} computes its gate by {name}; known here: {known}"
+        )
+    # Glm5NextTextExperts has no act_fn: its gate calls silu itself.
+    activation = getattr(experts, "act_fn", nn.functional.silu)
+    if not is_silu(activation):
+        raise Unsupported(f"{type(experts).__name__} has activation {activation}; allowed: SiLU")
+    return _GATES[name](experts)
+
+
+def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every experts module whose forward is `experts_forward` now."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if uses_experts_function(module, NAME)
+    ]
+
+
+def register() -> None:
+    """Make the name known to transformers. Importing exactmoe.hf does it."""
+    register_experts_function(NAME, experts_forward)
+
+
+__all__ = ["NAME", "experts_forward", "layer_of", "modules", "register"]

@@ -1,0 +1,147 @@
+"""load_model: a transformers model whose experts stay packed and whose MLP blocks run here."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from exactmoe.checkpoint.audit import LoadReport, audit
+from exactmoe.checkpoint.index import Checkpoint
+from exactmoe.checkpoint.plan import LayerPlan, plan_layer
+from exactmoe.config import Limits, Numerics, Placement
+from exactmoe.errors import CheckpointError, Unsupported
+from exactmoe.hf import adapter, whole_block
+from exactmoe.hf.hub import checkpoint_folder
+from exactmoe.hf.quantizer import PackedConfig
+
+# Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find its parameter there.
+_READ_BY_NOBODY = frozenset({"mtp", "input_scale", "kv_scale"})
+_PLAIN = frozenset({"BF16", "F32", "F16", "I64", "I32"})
+
+
+def load_model(
+    path: str | Path,
+    *,
+    cards: Sequence[str] = ("cpu",),
+    numerics: Numerics | str | None = None,
+    limits: Limits | None = None,
+    backend: str = "auto",
+    progress: bool = True,
+) -> Any:
+    """Load a checkpoint as a transformers model for inference; its MLP and MoE blocks run here as whole blocks.
+
+    Args:
+        path: a folder, or a hub id.
+        cards: device names; the whole model is on the first.
+        numerics: "a16", "a8" or a Numerics; None: the family's class (glm5_next a16, deepseek_v4 a8).
+        limits: tokens a piece, checks.
+        backend: "auto", "cpu" or "reference".
+        progress: show transformers' progress bars.
+
+    Returns:
+        The model, in eval mode, no parameter asking for a gradient. Routed experts hold the checkpoint's bytes.
+
+    Raises:
+        CheckpointError: a tensor is missing, malformed, or taken by nobody and ignored by no rule.
+        ConfigError, Unsupported: a model or a request that cannot run here.
+    """
+    device = _one_card(Placement(cards=cards))
+    folder = checkpoint_folder(path)
+    checkpoint = Checkpoint(folder, numerics)
+    report = audit(checkpoint)
+    report.require_clean()
+    _require_bf16(checkpoint)
+    _require_plain(report)
+    plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
+    packed = PackedConfig(_stored(plans), _ignored(report))
+    with adapter.progress_bars(progress):
+        model, info = adapter.from_pretrained(
+            str(folder), adapter.read_config(str(folder)), packed, device
+        )
+    _require_complete(folder, info)
+    model.requires_grad_(False)
+    options = whole_block.Options(limits=limits, backend=backend)
+    for layer, plan in zip(adapter.decoder_layers(model), plans, strict=True):
+        whole_block.attach(layer.mlp, plan.spec, options)
+    return model
+
+
+def _one_card(placement: Placement) -> str:
+    if len(placement.cards) > 1:
+        raise Unsupported(f"cards are {placement.cards}; this version runs a model on one card")
+    return placement.cards[0]
+
+
+def _require_bf16(checkpoint: Checkpoint) -> None:
+    for part in (checkpoint.config, checkpoint.config.get("text_config") or {}):
+        dtype = part.get("dtype", part.get("torch_dtype"))
+        if dtype not in (None, "bfloat16"):
+            raise Unsupported(
+                f"{checkpoint.path / 'config.json'}: dtype is {dtype!r}; allowed: 'bfloat16'"
+            )
+
+
+def _require_plain(report: LoadReport) -> None:
+    """What transformers reads must be unquantised: it would take an FP8 value for the weight, without its scale."""
+    for entry in report.ignored:
+        if entry.rule.name not in _READ_BY_NOBODY and entry.info.dtype not in _PLAIN:
+            raise Unsupported(
+                f"{entry.info} is left to transformers; allowed there: BF16, F32, F16, I64, I32"
+            )
+
+
+def _stored(plans: Sequence[LayerPlan]) -> dict[str, str]:
+    """PackedConfig.stored: how each parameter of the MLP blocks lies in the files."""
+    stored = {}
+    for plan in plans:
+        block = f"{plan.spec.layer}.mlp"
+        if plan.experts:
+            gate, up, down = (plan.experts[name].dialect for name in ("gate", "up", "down"))
+            if gate is not up:
+                raise CheckpointError(
+                    f"layer {plan.spec.layer}: experts' gate is {gate.name}, up is {up.name}; allowed: one"
+                )
+            stored[f"{block}.experts.gate_up_proj"] = gate.format
+            stored[f"{block}.experts.down_proj"] = down.format
+            block += ".shared_experts"
+        for name, weight in plan.dense.items():
+            stored[f"{block}.{name}_proj.weight"] = weight.dialect.format
+        if plan.router and plan.router["weight"].dtype == "F32":
+            stored[f"{plan.spec.layer}.mlp.gate.weight"] = "f32"
+    return {name: format for name, format in stored.items() if format != "bf16"}
+
+
+def _ignored(report: LoadReport) -> tuple[str, ...]:
+    """Patterns of the names that nobody reads, such that transformers' renamings do not hide them."""
+    patterns = []
+    for entry in report.ignored:
+        name = entry.info.name
+        if entry.rule.name == "mtp":
+            block = re.search(r"(?:layers|mtp)\.\d+\.", name)
+            patterns.append(rf"(?:^|\.){re.escape(block[0])}" if block else re.escape(name))
+        elif entry.rule.name in _READ_BY_NOBODY:
+            patterns.append(rf"\.{re.escape(name.rpartition('.')[2])}$")
+    return tuple(dict.fromkeys(patterns))
+
+
+def _require_complete(folder: Path, info: dict[str, Any]) -> None:
+    """Every parameter was in the checkpoint, and every tensor found its parameter."""
+    problems = [
+        f"{kind.removesuffix('_keys')}: {_name(key)}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for key in sorted(info.get(kind) or (), key=str)
+    ]
+    problems += [str(message) for message in info.get("error_msgs") or ()]
+    if problems:
+        shown = "; ".join(problems[:10]) + (
+            f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        )
+        raise CheckpointError(f"{folder}: transformers and the checkpoint disagree: {shown}")
+
+
+def _name(key: Any) -> str:
+    return (
+        key
+        if isinstance(key, str)
+        else f"{key[0]} is {tuple(key[1])}, the model asks for {tuple(key[2])}"
+    )

@@ -1,0 +1,125 @@
+"""Whole MLP blocks of a transformers model, run by our layers.
+
+The block's forward is replaced on the instance; its class, its parameters and their names stay. Contract: router, routed
+experts and shared expert are one call with one rounding at the end, not a rounding before the shared expert is added.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exactmoe.config import Limits, Placement
+from exactmoe.errors import ConfigError
+from exactmoe.families import LayerSpec
+from exactmoe.hf import storage
+from exactmoe.layer import DenseMLP, MoELayer
+
+_MARK = "exactmoe_block"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the layers of a model run; none of it can change a bit."""
+
+    limits: Limits | None = None
+    backend: str = "auto"
+
+
+class WholeBlock:
+    """What stands in `block.forward`: one of our layers over the block's own parameters.
+
+    It copies, pickles and moves with its block; the layer is built anew where the parameters lie then.
+    """
+
+    def __init__(self, block: nn.Module, spec: LayerSpec, options: Options) -> None:
+        self.block, self.spec, self.options = block, spec, options
+        self._cache = storage.LayerCache()
+
+    @property
+    def layer(self) -> MoELayer | DenseMLP:
+        """The layer that runs the block, over its parameters as they are now."""
+        return self._cache.get(self.block, self._build)  # type: ignore[no-any-return]
+
+    def _build(self) -> MoELayer | DenseMLP:
+        block, spec, options = self.block, self.spec, self.options
+        if spec.moe is None or spec.router is None:
+            return storage.dense_mlp(block, spec.swiglu_limit, options.limits, options.backend)
+        bank = storage.bank(block.experts)  # type: ignore[arg-type]
+        return MoELayer(
+            spec.moe,
+            bank,
+            router=storage.router(block.gate, spec.router),  # type: ignore[arg-type]
+            shared=storage.dense_mlp(
+                block.shared_experts,  # type: ignore[arg-type]
+                spec.swiglu_limit,
+                options.limits,
+                options.backend,
+            ),
+            placement=Placement(cards=(str(bank.device),)),
+            limits=options.limits,
+            backend=options.backend,
+        )
+
+    def __call__(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """hidden_states bfloat16 [..., H] -> the same shape; input_ids [...] for a hash layer."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        layer = self.layer
+        if isinstance(layer, DenseMLP):
+            y = layer(rows)
+        elif self.spec.routing == "hash":
+            y = layer(rows, token_ids=self._token_ids(hidden_states, input_ids))
+        else:
+            y = layer(rows)
+        return y.view(hidden_states.shape)  # type: ignore[no-any-return]
+
+    def _token_ids(self, hidden_states: Tensor, input_ids: Tensor | None) -> Tensor:
+        if input_ids is None:
+            raise ConfigError(
+                f"layer {self.spec.layer} routes by token id and got no input_ids (inputs_embeds alone are not enough)"
+            )
+        if input_ids.shape != hidden_states.shape[:-1]:
+            raise ConfigError(
+                f"input_ids have shape {tuple(input_ids.shape)}; allowed: {tuple(hidden_states.shape[:-1])}"
+            )
+        return input_ids.reshape(-1)
+
+    def move(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Stands in `block._apply`: parameters may move, but no dtype changes, so `.to(bfloat16)` narrows nothing."""
+
+        def as_bytes(tensor: Tensor) -> Tensor:
+            # Integers are never cast, so what `fn` would do to the dtype does not reach the values.
+            flat = tensor.reshape(1) if tensor.ndim == 0 else tensor
+            return fn(flat.view(torch.uint8)).view(tensor.dtype).reshape(tensor.shape)
+
+        return type(self.block)._apply(self.block, as_bytes, recurse)
+
+
+def attach(block: nn.Module, spec: LayerSpec, options: Options) -> None:
+    """Let our layer run the block from now on. Its layer is built at once, so its errors are met here."""
+    whole = WholeBlock(block, spec, options)
+    setattr(block, _MARK, whole)
+    block.forward = whole  # type: ignore[method-assign]
+    block._apply = MethodType(WholeBlock.move, whole)  # type: ignore[method-assign]
+    _ = whole.layer
+
+
+def blocks(model: nn.Module) -> list[tuple[int, nn.Module, MoELayer | DenseMLP]]:
+    """(layer index, block module, our layer) of every MLP block that runs here, in the order of the layers."""
+    found = [
+        (whole.spec.layer, module, whole.layer)
+        for module in model.modules()
+        if (whole := _whole(module)) is not None
+    ]
+    return sorted(found, key=lambda item: item[0])
+
+
+def _whole(module: nn.Module) -> WholeBlock | None:
+    whole: Any = getattr(module, _MARK, None)
+    return whole if isinstance(whole, WholeBlock) else None
+
+
+__all__ = ["Options", "WholeBlock", "attach", "blocks"]

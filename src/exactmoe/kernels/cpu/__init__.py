@@ -1,1 +1,1 @@
-"""Device code of the CPU: numba functions, and the dots as LLVM vector code. Launchers are in ops/."""
+"""Device code of the CPU: numba functions, and dots as LLVM vector code. Launchers: ops/cpu/."""

@@ -1,4 +1,4 @@
-"""combine: a token's slots to one row, in the order of contract section 5; and the last add and rounding."""
+"""combine: a token's slots to one row in the order of contract section 5; the last rounding."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ _ZERO = np.float32(0.0)
 
 @device
 def _ordered(ids, weights, num_experts, order):
-    """Fill order with the present k of a row, ascending id, equal ids ascending by the weight's bits; gives their number."""
+    """Fill order with the present k: ascending id, then the weight's bits; gives their number."""
     count = 0
     for k in range(ids.shape[0]):
         if 0 <= ids[k] < num_experts:
@@ -41,10 +41,11 @@ def _store(value, y_f32, y_bf16, token, column):
 
 @kernel
 def combine(slots, expert_ids, weights, num_experts, weighted, shared, y_f32, y_bf16, counter):
-    """slots float32 [S, H], ids int32 [T, K], weights float32 [T, K], shared float32 [T, H] or [0, H].
+    """slots float32 [S, H], ids int32 [T, K], weights float32 [T, K], shared float32 [T, H] or [0,
+    H].
 
-    weighted: `a16`, s = s + weight x slot; else s = s + slot. One of y_f32 float32 and y_bf16 uint16 is [T, H], the
-    other [0, H].
+    weighted: `a16`, s = s + weight x slot; else s = s + slot. One of y_f32 float32 and y_bf16
+    uint16 is [T, H], the other [0, H].
     """
     num_tokens, top_k = expert_ids.shape
     hidden = slots.shape[1]

@@ -1,12 +1,13 @@
 """The dots of contract section 4: tiles of 4 weight rows by 1 or 4 tokens, 16 lanes each.
 
-A tile walks k once. Lane j of each (row, token) takes k = j, j + 16, ... with a multiply and an add (two roundings); at
-the end of a chain the 16 lanes are added as a fixed tree, and total = fma(chain, scale, total). The scale is the token's
-scale of class `a8`; everywhere else it is 1, and then that fma is the add of two segments. So one tile serves routed
-experts (`a16`: one chain), `a8` (chains of 128), and dense parts (segments of 4096).
+A tile walks k once. Lane j of each (row, token) takes k = j, j + 16, ... with a multiply and an
+add (two roundings); at the end of a chain the 16 lanes are added as a fixed tree, and total =
+fma(chain, scale, total). The scale is the token's scale of class `a8`; everywhere else it is 1,
+and then that fma is the add of two segments. So one tile serves routed experts (`a16`: one chain),
+`a8` (chains of 128), and dense parts (segments of 4096).
 
-Weights are read as packed bytes and decoded in registers. Tiles are compiled once a process, when first used, and
-called by address.
+Weights are read as packed bytes and decoded in registers. Tiles are compiled once a process, when
+first used, and called by address.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,8 @@ TOKENS = (1, 4)
 # Weight format: elements that one block scale covers, bits of an element, what reads 16 elements.
 _BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16, "f32": 16}
 _BITS = {"nvfp4": 4, "mxfp4": 4, "bf16": 16, "f32": 32}
-# Fields of `geometry`, int64: elements of k in all and in one chain; bytes from a chain's token scale to the next.
+# Fields of `geometry`, int64: elements of k in all and in one chain; bytes from a chain's token
+# scale to the next.
 GEOMETRY = ("columns", "chain", "token_scale_step")
 
 
@@ -148,9 +150,14 @@ def _tile(typing, format, num_tokens, rows, row_scales, table, tokens, token_sca
 
 @cache
 def tile(format: str, num_tokens: int) -> Callable:
-    """The compiled tile of ROWS rows of a weight format by num_tokens (1 or 4) tokens; `.address` is its entry."""
+    """The compiled tile of ROWS rows of a weight format by num_tokens (1 or 4) tokens."""
 
     def body(rows, row_scales, table, tokens, token_scales, geometry, out):
         _tile(format, num_tokens, rows, row_scales, table, tokens, token_scales, geometry, out)
 
     return entry("void(int64, int64, int64, int64, int64, int64, int64)")(body)
+
+
+def tile_address(format: str, num_tokens: int) -> int:
+    """Where the machine code of a tile is, for `call_tile`."""
+    return tile(format, num_tokens).address

@@ -17,7 +17,7 @@ from exactmoe.kernels.cpu.project import (
 
 @kernel
 def down(values, scales, weight, routes, geometry, round_slot, out, counter):
-    """out float32 [S, H] at each slot's own place; values float32 [S, I], the rest as in gate_up."""
+    """out float32 [S, H] at each slot's own place; values float32 [S, I]; the rest: gate_up.py."""
     offsets, slots = routes
     num_rows = weight[2][NUM_ROWS]
     num_blocks = -(-num_rows // BLOCK_ROWS)

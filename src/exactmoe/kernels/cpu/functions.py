@@ -40,7 +40,7 @@ def canonical(value):
 
 @device
 def bf16_bits(value):
-    """The upper half of a float32 after rounding to bfloat16, nearest even, every NaN as 0x7FC0; uint32."""
+    """The bits of a float32 rounded to bfloat16, nearest even, every NaN as 0x7FC0; uint32."""
     bits = bits32(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return rounded if value == value else np.uint32(0x7FC0)

@@ -1,4 +1,4 @@
-"""gate_up: h = silu(min(g, L)) x clamp(u, -L, L) of every slot, cut over (expert, block of rows)."""
+"""gate_up: h = silu(min(g, L)) x clamp(u, -L, L) of every slot, cut over blocks of rows."""
 
 import numpy as np
 
@@ -19,9 +19,10 @@ from exactmoe.kernels.cpu.project import (
 def gate_up(values, scales, gate, up, routes, geometry, weights, limit, round_h, h, counter):
     """h float32 [S, I] at each slot's own place.
 
-    values float32 [T, K], scales float32 [T, K // 128] or [T, 0]; gate, up: (experts, factors, layout) of project.py;
-    routes: (offsets int64 [E + 1], slots int64 [S]); geometry int64 [3]; weights float32 [S], or [0]: h is not
-    multiplied; round_h: to bfloat16.
+    values float32 [T, K], scales float32 [T, K // 128] or [T, 0]; gate, up: (experts, factors,
+    layout) of project.py;
+    routes: (offsets int64 [E + 1], slots int64 [S]); geometry int64 [3]; weights float32 [S], or
+    [0]: h is not multiplied; round_h: to bfloat16.
     """
     offsets, slots = routes
     per_token = max(h.shape[0] // max(values.shape[0], 1), 1)

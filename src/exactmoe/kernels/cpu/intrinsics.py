@@ -1,4 +1,4 @@
-"""Single operations that numba has no spelling for: fma, views of bits, memory by address, calls by address."""
+"""Single operations that numba has no spelling for: fma, views of bits, calls by address."""
 
 from llvmlite import ir
 from numba import types
@@ -48,7 +48,7 @@ def call_tile(typing, function, rows, row_scales, table, tokens, token_scales, g
 
 @intrinsic
 def fetch_add(typing, address, amount):
-    """Add to the int64 at an address as one step, whatever other threads do; gives the value before."""
+    """Add to the int64 at an address, atomically; gives the value before."""
 
     def generate(context, builder, signature, args):
         return builder.atomic_rmw(
@@ -60,5 +60,5 @@ def fetch_add(typing, address, amount):
 
 @device
 def next_piece(counter):
-    """The next piece of work that no thread has taken; counter int64 [1] is shared by the threads of one call."""
+    """The next piece of work that no thread has taken; counter int64 [1] is shared by them."""
     return fetch_add(counter.ctypes.data, 1)

@@ -1,8 +1,9 @@
-"""One block of rows of one expert, times a few tokens: what gate_up, down and dense_mlp are made of.
+"""One block of rows of one expert, times a few tokens: what gate_up, down and dense_mlp are made
+of.
 
 A weight comes as three arrays (ops/cpu/prepare.py makes them):
-    experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of the values of its scale bytes
-    factors  float32 [E]: what the accumulator is multiplied by, or divided by
+    experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of the values
+    of its scale bytes factors  float32 [E]: what the accumulator is multiplied by, or divided by
     layout   int64 [7]: see the names below
 """
 
@@ -22,7 +23,8 @@ ONE = np.ones(1, np.float32)  # the token scale of everything but `a8`
 
 @device
 def token_addresses(values, scales, slots, per_token, addresses):
-    """Fill addresses int64 [2, n]: of the row of values, and of the row of scales, that each of n slots reads.
+    """Fill addresses int64 [2, n]: of the row of values, and of the row of scales, that each of n
+    slots reads.
 
     per_token: slots that share a row (top_k for x, 1 for h). scales with no columns: no scales.
     """
@@ -36,7 +38,8 @@ def token_addresses(values, scales, slots, per_token, addresses):
 
 @device
 def project(experts, factors, layout, expert, first_row, num_rows, addresses, geometry, out):
-    """Accumulators with their global scale: out float32 [n, BLOCK_ROWS], columns from num_rows on are not written.
+    """Accumulators with their global scale: out float32 [n, BLOCK_ROWS], columns from num_rows on
+    are not written.
 
     addresses int64 [2, n] from token_addresses; geometry int64 [3] as in dot.py.
     """

@@ -1,4 +1,4 @@
-"""quantize: `a8` activations, decoded e4m3 values and one power-of-two scale per 128 (contract section 3)."""
+"""quantize: `a8` activations, e4m3 values and a scale per 128 (contract section 3)."""
 
 import numpy as np
 

@@ -1,13 +1,11 @@
 """route_table: the slots of a call, sorted by expert, stable."""
 
-import numpy as np
-
 from exactmoe.kernels.cpu.compile import kernel
 
 
 @kernel
 def route_table(expert_ids, offsets, slots, fault):
-    """expert_ids int32 [S]; offsets int64 [E + 1], slots int64 [S] and fault int64 [1] are written (runtime/routes.py)."""
+    """expert_ids int32 [S] -> offsets [E + 1], slots [S], fault [1], int64 (runtime/routes.py)."""
     num_experts = offsets.shape[0] - 1
     offsets[:] = 0
     for slot in range(expert_ids.shape[0]):

@@ -76,7 +76,7 @@ def logits(x, weight, tile_1, tile_4, out, counter):
 
 @device
 def _better(key, best):
-    """Whether a key comes before the best so far, which has a lower id: larger, and any number before NaN."""
+    """Whether a key comes before the best so far, which has a lower id; NaN comes last."""
     return key > best or (best != best and key == key)
 
 
@@ -84,7 +84,8 @@ def _better(key, best):
 def select(
     logits, bias, table, token_ids, sigmoid, factor, normalize, ladder, expert_ids, weights, counter
 ):
-    """logits float32 [T, E], bias float32 [E] or [0], table int64 [V, K] or [0, K] with token_ids int64 [T] or [0].
+    """logits float32 [T, E], bias float32 [E] or [0], table int64 [V, K] or [0, K] with token_ids
+    int64 [T] or [0].
 
     expert_ids int32 [T, K] and weights float32 [T, K] are written.
     """

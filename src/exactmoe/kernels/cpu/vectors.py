@@ -1,4 +1,4 @@
-"""LLVM text of vector pieces: 16 float32 lanes, whatever the machine's registers are. LLVM cuts them to fit."""
+"""LLVM vector code: 16 float32 lanes, whatever the machine's registers are; LLVM cuts to fit."""
 
 from collections.abc import Sequence
 
@@ -43,8 +43,8 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int 
 def e2m1(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The 16 values of the 8 bytes at an address: lane j is nibble j, the low nibble first.
 
-    LLVM turns the chain of extracts into one permute of a register; there is no table in memory, and no subnormal
-    on the way (a multiply of one takes a hundred times as long on x86).
+    LLVM turns the chain of extracts into one permute of a register; there is no table in memory,
+    and no subnormal on the way (a multiply of one takes a hundred times as long on x86).
     """
     halves = load(builder, address, ir.VectorType(I32, 2), 1)
     words = shuffle(builder, halves, halves, [0] * 8 + [1] * 8)
@@ -73,10 +73,11 @@ def table_entry(builder: ir.IRBuilder, table: ir.Value, address: ir.Value) -> ir
 
 
 def sums_of_lanes(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
-    """The sum of each vector's 16 lanes, j + (j + 8), then +4, +2, +1, as one vector in the order given.
+    """The sum of each vector's 16 lanes, j + (j + 8), then +4, +2, +1, as one vector in the order
+    given.
 
-    The number of vectors is a power of two, at most 16. Several are folded side by side, so that each add works on
-    full registers; the additions of one sum, and their order, stay the same.
+    The number of vectors is a power of two, at most 16. Several are folded side by side, so that
+    each add works on full registers; the additions of one sum, and their order, stay the same.
     """
     items, width = 1, LANES
     current = list(vectors)

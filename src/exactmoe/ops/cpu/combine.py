@@ -19,7 +19,7 @@ def combine(
     shared: Tensor | None,
     y: Tensor,
 ) -> None:
-    """slots float32 [S, H], routed (expert_ids int32, weights float32) [T, K], shared float32 [T, H] -> y [T, H]."""
+    """slots [S, H], routed (expert_ids, weights) [T, K], shared [T, H] or None -> y [T, H]."""
     expert_ids, weights = routed
     none = np.empty((0, y.shape[1]), np.float32)
     arguments = (

@@ -12,7 +12,7 @@ from exactmoe.runtime.routes import RouteTable
 
 
 def down(h: Rows, down: CpuWeight, routes: RouteTable, numerics: Numerics, slots: Tensor) -> None:
-    """h [S, I] -> slots float32 [S, H] at each slot's place, values of bf16 where numerics.slot says so."""
+    """h [S, I] -> slots float32 [S, H] at their places, values of bf16 where numerics.slot says."""
     arguments = (
         h.values.numpy(),
         scales_or_none(h),

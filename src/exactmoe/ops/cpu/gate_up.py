@@ -19,7 +19,7 @@ def gate_up(
     swiglu_limit: float | None,
     h: Tensor,
 ) -> None:
-    """rows [T, H] -> h float32 [S, I] at each slot's place: `a16` values of bf16; `a8` multiplied by weights [T, K]."""
+    """rows [T, H] -> h float32 [S, I] in place: `a16` values of bf16; `a8` x weights [T, K]."""
     gate, up = gate_up
     scaled = rows.scales is not None
     arguments = (

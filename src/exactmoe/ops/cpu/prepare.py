@@ -10,10 +10,11 @@ from torch import Tensor
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight, exponent_range
 from exactmoe.formats.scales import E4M3_VALUES, E8M0_BIAS, power_of_two
-from exactmoe.kernels.cpu.dot import tile
+from exactmoe.kernels.cpu.dot import tile_address
 
 _E4M3 = E4M3_VALUES.numpy()
-# 2^d for d = -510 ... 255 with d > 0 read as 0: only blocks of zeros lie above p, and their zeros must not meet an Inf.
+# 2^d for d = -510 ... 255 with d > 0 read as 0: only blocks of zeros lie above p, and their zeros
+# must not meet an Inf.
 _LOWEST = -510
 _POWERS = power_of_two(torch.arange(_LOWEST, 256).clamp(max=0)).numpy()
 _UNUSED = np.zeros(1, np.float32)
@@ -21,7 +22,8 @@ _UNUSED = np.zeros(1, np.float32)
 
 @dataclass(frozen=True, eq=False)
 class CpuWeight:
-    """A packed weight as the kernels read it (kernels/cpu/project.py). It holds the packed tensors; nothing is copied.
+    """A packed weight as the kernels read it (kernels/cpu/project.py). It holds the packed
+    tensors; nothing is copied.
 
     Attributes:
         weight: the packed weight, kept so that the addresses stay valid.
@@ -77,8 +79,8 @@ def prepare(weight: PackedWeight) -> CpuWeight:
             codes.stride(1) * codes.element_size(),
             scale_row_bytes,
             weight.global_scale_op == "divide" and weight.global_scale is not None,
-            tile(weight.format, 1).address,
-            tile(weight.format, 4).address,
+            tile_address(weight.format, 1),
+            tile_address(weight.format, 4),
         ],
         np.int64,
     )
@@ -88,5 +90,6 @@ def prepare(weight: PackedWeight) -> CpuWeight:
 def _require_contiguous_rows(name: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu" or (tensor.stride(2) != 1 and tensor.shape[2] > 1):
         raise Unsupported(
-            f"{name} on {tensor.device} have strides {tensor.stride()}; allowed: on the CPU, the last stride 1"
+            f"{name} are on {tensor.device} with strides {tensor.stride()}; "
+            "allowed: on the CPU, the last stride 1"
         )

@@ -17,7 +17,7 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 def geometry(
     weight: CpuWeight, scaled: bool, dense: bool = False
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """int64 [3] of kernels/cpu/dot.py: columns, elements of a chain, bytes from one token scale to the next."""
+    """int64 [3] of kernels/cpu/dot.py: columns, elements of a chain, bytes between token scales."""
     columns = weight.weight.columns
     chain = SCALE_GROUP if scaled else DENSE_SEGMENT if dense else columns
     return np.array([columns, chain, 4 if scaled else 0], np.int64)

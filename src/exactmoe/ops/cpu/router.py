@@ -5,7 +5,7 @@ from torch import Tensor
 
 from exactmoe.config import Numerics
 from exactmoe.kernels.cpu import router as kernels
-from exactmoe.kernels.cpu.dot import tile
+from exactmoe.kernels.cpu.dot import tile_address
 from exactmoe.ops.cpu.threads import launch
 from exactmoe.ops.path import RouterWeights
 
@@ -25,7 +25,7 @@ def router(
     weight = router.weight_f32.numpy()
     num_tokens, num_experts = x.shape[0], weight.shape[0]
     logits = np.empty((num_tokens, num_experts), np.float32)
-    tiles = (tile("f32", 1).address, tile("f32", 4).address)
+    tiles = (tile_address("f32", 1), tile_address("f32", 4))
     blocks = -(-num_experts // kernels.EXPERTS) if num_tokens else 0
     launch(kernels.logits, (x.numpy(), weight, *tiles, logits), blocks, x.numel() * num_experts)
 

@@ -1,8 +1,8 @@
 """Threads of the CPU backend, and the floating-point environment that they compute in.
 
-A kernel hands out its pieces of work by a shared counter, so the number of threads can change nothing but speed. Each
-thread computes in the default environment (round to nearest, subnormals kept) and puts back what it found, whatever
-`torch.set_flush_denormal` or a library left there.
+A kernel hands out its pieces of work by a shared counter, so the number of threads can change
+nothing but speed. Each thread computes in the default environment (round to nearest, subnormals
+kept) and puts back what it found, whatever `torch.set_flush_denormal` or a library left there.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=_pools.clear)
 
 
 def launch(kernel: Callable[..., None], arguments: tuple[Any, ...], pieces: int, work: int) -> None:
-    """Run kernel(*arguments, counter) on as many threads as `pieces` of work and `work` multiply-adds are worth."""
+    """Run kernel(*arguments, counter) on as many threads as pieces and multiply-adds are worth."""
     if pieces == 0:
         return
     threads = max(1, min(num_threads(), pieces, work // WORK_PER_THREAD))

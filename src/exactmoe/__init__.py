@@ -2,8 +2,10 @@
 
 from exactmoe.bank import ExpertBank, Router, quantize_experts
 from exactmoe.config import Limits, MoEConfig, Numerics, Placement, RouterConfig
+from exactmoe.dense import DenseMLP
 from exactmoe.formats import PackedWeight
-from exactmoe.layer import DenseMLP, MoELayer
+from exactmoe.layer import MoELayer
+from exactmoe.load import load_layer
 
 __all__ = [
     "DenseMLP",
@@ -16,5 +18,6 @@ __all__ = [
     "Placement",
     "Router",
     "RouterConfig",
+    "load_layer",
     "quantize_experts",
 ]

@@ -1,166 +1,29 @@
-"""MoELayer and DenseMLP: whole MLP blocks, one bit pattern for a token at every width.
+"""MoELayer: a whole MoE block, one bit pattern for a token at every width.
 
-A call is cut into pieces of `max_rows` tokens. Each piece runs the data path of docs/design.md in the workspace of its
-device: router, route table, gate_up, (quantize), down, combine. y is the only allocation.
+Each piece of a call runs the data path of docs/design.md: router, route table, gate_up, (quantize),
+down, combine. y is the only allocation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from exactmoe import ops
-from exactmoe.bank import ExactModule, ExpertBank, Router
-from exactmoe.config import Limits, MoEConfig, Numerics, Placement, checked_swiglu_limit
+from exactmoe.bank import ExpertBank, Router
+from exactmoe.block import Block
+from exactmoe.config import Limits, MoEConfig, Numerics, Placement
+from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError, Unsupported
-from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.units import PIECE
 from exactmoe.plan import Explanation, Plan, choose, explain
 from exactmoe.runtime.door import check_routes, check_token_ids, check_x, output
 from exactmoe.runtime.routes import RouteTable
-from exactmoe.runtime.workspace import Arena, Region, arena, total_bytes
+from exactmoe.runtime.workspace import Region
 
 
-class _Block(ExactModule):
-    """What MoELayer and DenseMLP share: a backend, a workspace, and calls cut into pieces."""
-
-    def __init__(self, limits: Limits | None, backend: str) -> None:
-        super().__init__()
-        self.limits = limits or Limits()
-        self.backend = backend
-        self._views: tuple[int, dict[str, Tensor]] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
-
-    def regions(self, rows: int) -> list[Region]:
-        raise NotImplementedError
-
-    def plan(self) -> Plan:
-        """The backend that a call takes now, and why."""
-        raise NotImplementedError
-
-    def workspace_bytes(self, max_rows: int | None = None) -> int:
-        """Bytes of workspace for calls of `max_rows` tokens a piece (default: as now). A closed form, nothing runs."""
-        return total_bytes(self.regions(max_rows or self.limits.max_rows))
-
-    def reserve(self, max_rows: int) -> None:
-        """Set the tokens a piece and make the device's arena large enough. Not inside a call, not while capturing."""
-        self.limits = Limits(max_rows=max_rows, checks=self.limits.checks)
-        self._views = None
-        self._arena().reserve(self.workspace_bytes())
-
-    def _arena(self) -> Arena:
-        return arena(self.device)
-
-    def _workspace(self) -> dict[str, Tensor]:
-        held = self._arena()
-        if self._views is None or self._views[0] != held.generation:
-            self._views = (held.generation, held.views(self.regions(self.limits.max_rows)))
-        return self._views[1]
-
-    def _pieces(self, num_tokens: int) -> Iterator[slice]:
-        for start in range(0, num_tokens, self.limits.max_rows):
-            yield slice(start, min(start + self.limits.max_rows, num_tokens))
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._views = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._arena().reserve(self.workspace_bytes())
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_views": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._arena().reserve(self.workspace_bytes())
-
-
-class DenseMLP(_Block):
-    """A dense SwiGLU MLP (dense FFN or shared expert), bf16 activations (contract sections 4 and 7).
-
-    Args:
-        gate, up: bfloat16 [I, H], or a PackedWeight of one expert.
-        down: bfloat16 [H, I], or a PackedWeight of one expert.
-        swiglu_limit: clamp of gate (from above) and up (both sides); None: no clamp.
-        limits: tokens a piece.
-        backend: "auto", "cpu" or "reference".
-        output: type of y: "bf16" or "f32".
-    """
-
-    def __init__(
-        self,
-        gate: Tensor | PackedWeight,
-        up: Tensor | PackedWeight,
-        down: Tensor | PackedWeight,
-        swiglu_limit: float | None = None,
-        limits: Limits | None = None,
-        backend: str = "auto",
-        output: str = "bf16",
-    ) -> None:
-        super().__init__(limits, backend)
-        self.bank = ExpertBank(_one_expert("gate", gate), _one_expert("up", up), _one_expert("down", down))
-        self.swiglu_limit = checked_swiglu_limit(swiglu_limit)
-        self.numerics = Numerics(output=output)
-        self._arena().reserve(self.workspace_bytes())
-
-    @property
-    def device(self) -> torch.device:
-        return self.bank.device
-
-    @property
-    def hidden_size(self) -> int:
-        return self.bank.hidden_size
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.bank.intermediate_size
-
-    def plan(self) -> Plan:
-        return choose(self.numerics, self.device, self.backend)
-
-    def regions(self, rows: int) -> list[Region]:
-        return [
-            Region("x", (rows, self.hidden_size), torch.float32),
-            Region("dense_h", (rows, self.intermediate_size), torch.float32),
-            Region("dense_out", (rows, self.hidden_size), torch.float32),
-        ]
-
-    def explain(self, width: int = 8) -> Explanation:
-        """Which path runs a call of `width` tokens, and why."""
-        return explain(self.plan(), self.numerics, self.limits, width, [self.bank.gate, self.bank.up, self.bank.down])
-
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x bfloat16 [T, H] -> y [T, H]. x is not written; y shares memory with nothing."""
-        check_x(x, self.hidden_size, self.device)
-        y = output(out, x, self.hidden_size, self.numerics.output)
-        path = ops.path(self.plan().backend)
-        with self._arena().lock:
-            space = self._workspace()
-            for piece in self._pieces(x.shape[0]):
-                dense = self.run(path, space, x[piece])
-                path.finish(dense, y[piece])
-        return y
-
-    def run(self, path: ops.Path, space: dict[str, Tensor], x: Tensor, x_is_staged: bool = False) -> Tensor:
-        """One piece in the given workspace: x bfloat16 [T, H] -> float32 [T, H] in `dense_out`, not yet rounded."""
-        tokens = x.shape[0]
-        staged, h, result = (space[name][:tokens] for name in ("x", "dense_h", "dense_out"))
-        if not x_is_staged:
-            staged.copy_(x)
-        gate, up, down = (self.bank.prepared(name, path.name, path.prepare) for name in ("gate", "up", "down"))
-        path.dense_mlp(staged, (gate, up, down), self.swiglu_limit, h, result)
-        return result
-
-
-class MoELayer(_Block):
+class MoELayer(Block):
     """A mixture-of-experts block: router, routed experts, shared expert, combine.
 
     Args:
@@ -172,6 +35,8 @@ class MoELayer(_Block):
         limits: tokens a piece, checks.
         backend: "auto", "cpu" or "reference". All give the same bits.
     """
+
+    fault: Tensor
 
     def __init__(
         self,
@@ -189,7 +54,9 @@ class MoELayer(_Block):
         self.bank, self.router, self.shared = bank, router, shared
         self._require_fit()
         self.placement = _placement(placement, cards, bank.device)
-        self.register_buffer("fault", torch.zeros(1, dtype=torch.int64, device=bank.device), persistent=False)
+        self.register_buffer(
+            "fault", torch.zeros(1, dtype=torch.int64, device=bank.device), persistent=False
+        )
         self.plan()
         self._arena().reserve(self.workspace_bytes())
 
@@ -206,30 +73,50 @@ class MoELayer(_Block):
         asked = (config.num_experts, config.hidden_size, config.intermediate_size)
         found = (bank.num_experts, bank.hidden_size, bank.intermediate_size)
         if found != asked:
-            raise ConfigError(f"the bank is {found} (experts, hidden, intermediate); the config asks for {asked}")
+            raise ConfigError(
+                f"the bank is {found} (experts, hidden, intermediate); the config asks for {asked}"
+            )
         sizes = (config.hidden_size, config.intermediate_size)
         if self.numerics.activation == "a8" and any(size % PIECE for size in sizes):
-            raise Unsupported(f"hidden and intermediate size are {sizes}; class a8 needs multiples of {PIECE}")
+            raise Unsupported(
+                f"hidden and intermediate size are {sizes}; class a8 needs multiples of {PIECE}"
+            )
         if self.router is not None:
             self._require_router(self.router)
         if self.shared is not None and self.shared.hidden_size != config.hidden_size:
-            raise ConfigError(f"shared expert has hidden_size {self.shared.hidden_size}; allowed: {config.hidden_size}")
+            raise ConfigError(
+                f"shared expert has hidden_size {self.shared.hidden_size}; "
+                f"allowed: {config.hidden_size}"
+            )
 
     def _require_router(self, router: Router) -> None:
         config = self.config
-        found, asked = (router.num_experts, router.hidden_size), (config.num_experts, config.hidden_size)
+        found, asked = (
+            (router.num_experts, router.hidden_size),
+            (config.num_experts, config.hidden_size),
+        )
         if found != asked:
-            raise ConfigError(f"the router is {found} (experts, hidden); the config asks for {asked}")
+            raise ConfigError(
+                f"the router is {found} (experts, hidden); the config asks for {asked}"
+            )
         if config.top_k > config.num_experts:
-            raise ConfigError(f"top_k is {config.top_k}; a router picks at most num_experts = {config.num_experts}")
+            raise ConfigError(
+                f"top_k is {config.top_k}; allowed: at most num_experts = {config.num_experts}"
+            )
         if router.table is not None and router.table.shape[1] != config.top_k:
-            raise ConfigError(f"the table gives {router.table.shape[1]} ids a token; top_k is {config.top_k}")
+            raise ConfigError(
+                f"the table gives {router.table.shape[1]} ids a token; top_k is {config.top_k}"
+            )
 
     def plan(self) -> Plan:
         return choose(self.numerics, self.device, self.backend)
 
     def regions(self, rows: int) -> list[Region]:
-        hidden, inner, slots = self.config.hidden_size, self.config.intermediate_size, rows * self.config.top_k
+        hidden, inner, slots = (
+            self.config.hidden_size,
+            self.config.intermediate_size,
+            rows * self.config.top_k,
+        )
         f32, i64 = torch.float32, torch.int64
         regions = [
             Region("x", (rows, hidden), f32),
@@ -254,37 +141,64 @@ class MoELayer(_Block):
         return regions
 
     def explain(self, width: int = 8) -> Explanation:
-        """Which path runs a call of `width` tokens, and why; the matrix units that each expert may use."""
-        return explain(self.plan(), self.numerics, self.limits, width, [self.bank.gate, self.bank.up, self.bank.down])
+        """Which path runs a call of `width` tokens, and why; the matrix units that each expert may
+        use.
+        """
+        return explain(
+            self.plan(),
+            self.numerics,
+            self.limits,
+            width,
+            [self.bank.gate, self.bank.up, self.bank.down],
+        )
 
     def check(self) -> None:
-        """Raise ConfigError if a call since the last check met an expert id >= num_experts (it was taken as absent)."""
-        if int(self.fault):  # type: ignore[arg-type]
-            self.fault.zero_()  # type: ignore[union-attr,operator]
-            raise ConfigError(f"an expert id was >= num_experts = {self.config.num_experts}; such slots count as absent")
+        """Raise ConfigError if a call since the last check met an expert id >= num_experts (it was
+        taken as absent).
+        """
+        if int(self.fault):
+            self.fault.zero_()
+            raise ConfigError(
+                f"an expert id was >= num_experts = {self.config.num_experts}; "
+                "its slot was taken as absent"
+            )
 
-    def forward(self, x: Tensor, token_ids: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, token_ids: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """The whole block: x bfloat16 [T, H] (token_ids [T] for a hash layer) -> y [T, H]."""
         router = self.router
         if router is None:
-            raise ConfigError("this layer has no router; call layer.experts(x, expert_ids, weights)")
+            raise ConfigError(
+                "this layer has no router; call layer.experts(x, expert_ids, weights)"
+            )
         check_x(x, self.config.hidden_size, self.device)
-        check_token_ids(token_ids, x.shape[0], router.table)  # type: ignore[arg-type]
+        check_token_ids(token_ids, x.shape[0], router.table)
         y = output(out, x, self.config.hidden_size, self.numerics.output)
         path = ops.path(self.plan().backend)
         with self._arena().lock:
             space = self._workspace()
             for piece in self._pieces(x.shape[0]):
-                tokens = token_ids[piece] if token_ids is not None and router.table is not None else None
+                tokens = (
+                    token_ids[piece] if token_ids is not None and router.table is not None else None
+                )
                 ids, weights = self._route(path, space, x[piece], tokens)
-                shared = None if self.shared is None else self.shared.run(path, space, x[piece], x_is_staged=True)
+                shared = (
+                    None
+                    if self.shared is None
+                    else self.shared.run(path, space, x[piece], x_is_staged=True)
+                )
                 self._experts(path, space, ids, weights, shared, y[piece])
         return self._finished(y)
 
-    def experts(self, x: Tensor, expert_ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """Routed experts only: x bfloat16 [T, H], expert_ids int32/int64 [T, K], weights float32 [T, K] -> y [T, H].
+    def experts(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Routed experts only: x bfloat16 [T, H], expert_ids int32/int64 [T, K], weights float32
+        [T, K] -> y [T, H].
 
-        id < 0: absent. id >= E: absent, and `check()` raises (at once with Limits(checks=True)). Ids may repeat.
+        id < 0: absent. id >= E: absent, and `check()` raises (at once with Limits(checks=True)).
+        Ids may repeat.
         """
         check_x(x, self.config.hidden_size, self.device)
         check_routes(expert_ids, weights, x.shape[0], self.config.top_k)
@@ -293,16 +207,23 @@ class MoELayer(_Block):
         with self._arena().lock:
             space = self._workspace()
             for piece in self._pieces(x.shape[0]):
-                ids, staged_weights = self._stage(space, x[piece], expert_ids[piece], weights[piece])
+                ids, staged_weights = self._stage(
+                    space, x[piece], expert_ids[piece], weights[piece]
+                )
                 self._experts(path, space, ids, staged_weights, None, y[piece])
         return self._finished(y)
 
-    def _stage(self, space: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """A caller's x, ids and weights, of any stride, into the workspace; ids beyond int32 stay out of range."""
+    def _stage(
+        self, space: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A caller's x, ids and weights, of any stride, into the workspace; ids beyond int32 stay
+        out of range.
+        """
         tokens, top_k = ids.shape
         space["x"][:tokens].copy_(x)
         wide, narrow, staged = (
-            space[name][: tokens * top_k].view(tokens, top_k) for name in ("wide_ids", "expert_ids", "weights")
+            space[name][: tokens * top_k].view(tokens, top_k)
+            for name in ("wide_ids", "expert_ids", "weights")
         )
         narrow.copy_(wide.copy_(ids).clamp_(-1, self.config.num_experts))
         return narrow, staged.copy_(weights)
@@ -313,7 +234,9 @@ class MoELayer(_Block):
         """Ids int32 [T, K] and weights float32 [T, K] of one piece, from the router."""
         tokens, top_k = x.shape[0], self.config.top_k
         staged = space["x"][:tokens].copy_(x)
-        ids, weights = (space[name][: tokens * top_k].view(tokens, top_k) for name in ("expert_ids", "weights"))
+        ids, weights = (
+            space[name][: tokens * top_k].view(tokens, top_k) for name in ("expert_ids", "weights")
+        )
         if token_ids is not None:
             token_ids = space["token_ids"][:tokens].copy_(token_ids)
         assert self.router is not None
@@ -329,20 +252,28 @@ class MoELayer(_Block):
         shared: Tensor | None,
         y: Tensor,
     ) -> None:
-        """One piece whose x is in the workspace: route table, gate_up, (quantize), down, combine into y."""
+        """One piece whose x is in the workspace: route table, gate_up, (quantize), down, combine
+        into y.
+        """
         numerics, tokens, num_slots = self.numerics, ids.shape[0], ids.numel()
         a8 = numerics.activation == "a8"
-        gate, up, down = (self.bank.prepared(name, path.name, path.prepare) for name in ("gate", "up", "down"))
-        routes = RouteTable(space["offsets"], space["sorted"][:num_slots], self.fault)  # type: ignore[arg-type]
+        gate, up, down = (
+            self.bank.prepared(name, path.name, path.prepare) for name in ("gate", "up", "down")
+        )
+        routes = RouteTable(space["offsets"], space["sorted"][:num_slots], self.fault)
         path.route_table(ids, self.config.num_experts, routes)
 
         rows, h = Rows(space["x"][:tokens], None), space["h"][:num_slots]
         if a8:
-            rows = path.quantize(rows.values, Rows(space["x_codes"][:tokens], space["x_scales"][:tokens]))
+            rows = path.quantize(
+                rows.values, Rows(space["x_codes"][:tokens], space["x_scales"][:tokens])
+            )
         path.gate_up(rows, (gate, up), routes, weights if a8 else None, self.config.swiglu_limit, h)
         h_rows = Rows(h, None)
         if a8:
-            h_rows = path.quantize(h, Rows(space["h_codes"][:num_slots], space["h_scales"][:num_slots]))
+            h_rows = path.quantize(
+                h, Rows(space["h_codes"][:num_slots], space["h_scales"][:num_slots])
+            )
         slots = space["slots"][:num_slots]
         path.down(h_rows, down, routes, numerics, slots)
         path.combine(slots, (ids, weights), self.config.num_experts, numerics, shared, y)
@@ -353,20 +284,14 @@ class MoELayer(_Block):
         return y
 
 
-def _one_expert(name: str, weight: Tensor | PackedWeight) -> PackedWeight:
-    if isinstance(weight, PackedWeight):
-        if weight.num_experts != 1:
-            raise ConfigError(f"{name} holds {weight.num_experts} experts; a dense MLP takes a PackedWeight of one")
-        return weight
-    if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or weight.ndim != 2:
-        found = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ConfigError(f"{name} is {found}; allowed: a bfloat16 matrix or a PackedWeight of one expert")
-    return PackedWeight("bf16", weight.detach()[None])
-
-
-def _placement(placement: Placement | None, cards: Sequence[str] | None, device: torch.device) -> Placement:
+def _placement(
+    placement: Placement | None, cards: Sequence[str] | None, device: torch.device
+) -> Placement:
     if placement is not None and cards is not None:
-        raise ConfigError("placement and cards were both given; allowed: one of them (cards is short for a Placement)")
+        raise ConfigError(
+            "placement and cards were both given; allowed: one of them "
+            "(cards is short for a Placement)"
+        )
     placement = placement or Placement(cards=tuple(cards) if cards is not None else (str(device),))
     if len(placement.cards) > 1:
         raise Unsupported(f"cards are {placement.cards}; this version runs a layer on one card")

@@ -9,7 +9,8 @@ from exactmoe.formats import PackedWeight, quantize
 
 
 class ExpertBank(ExactModule):
-    """The packed weights of E experts: gate and up [E, I, H], down [E, H, I]. Nothing is dequantised or copied.
+    """The packed weights of E experts: gate and up [E, I, H], down [E, H, I]. Nothing is
+    dequantised or copied.
 
     Raises:
         ConfigError: the three weights do not fit together (experts, sizes, devices).
@@ -21,12 +22,19 @@ class ExpertBank(ExactModule):
             if not isinstance(weight, PackedWeight):
                 raise ConfigError(f"{name} is {type(weight).__name__}; allowed: PackedWeight")
         experts, inner, hidden = gate.num_experts, gate.rows, gate.columns
-        for name, weight, expected in (("up", up, (experts, inner, hidden)), ("down", down, (experts, hidden, inner))):
+        for name, weight, expected in (
+            ("up", up, (experts, inner, hidden)),
+            ("down", down, (experts, hidden, inner)),
+        ):
             found = (weight.num_experts, weight.rows, weight.columns)
             if found != expected:
-                raise ConfigError(f"{name} is {found} (experts, rows, columns); gate asks for {expected}")
+                raise ConfigError(
+                    f"{name} is {found} (experts, rows, columns); gate asks for {expected}"
+                )
             if weight.device != gate.device:
-                raise ConfigError(f"{name} is on {weight.device}, gate on {gate.device}; allowed: one device")
+                raise ConfigError(
+                    f"{name} is on {weight.device}, gate on {gate.device}; allowed: one device"
+                )
         for name, weight in (("gate", gate), ("up", up), ("down", down)):
             self.register_packed(name, weight)
 
@@ -56,7 +64,7 @@ class ExpertBank(ExactModule):
 
     @property
     def device(self) -> torch.device:
-        return self.gate_codes.device  # type: ignore[union-attr,return-value]
+        return self.gate.device
 
     @property
     def nbytes(self) -> int:
@@ -70,15 +78,23 @@ class ExpertBank(ExactModule):
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"
-        return f"{sizes}, intermediate_size={self.intermediate_size}, formats={self.formats}, nbytes={self.nbytes}"
+        sizes += f", intermediate_size={self.intermediate_size}"
+        return f"{sizes}, formats={self.formats}, nbytes={self.nbytes}"
 
 
-def quantize_experts(gate: Tensor, up: Tensor, down: Tensor, format: str, rule: str | None = None) -> ExpertBank:
-    """Quantise the experts of a layer: gate and up [E, I, H], down [E, H, I], bf16 or f32 -> ExpertBank.
+def quantize_experts(
+    gate: Tensor, up: Tensor, down: Tensor, format: str, rule: str | None = None
+) -> ExpertBank:
+    """Quantise the experts of a layer: gate and up [E, I, H], down [E, H, I], bf16 or f32 ->
+    ExpertBank.
 
-    format is "nvfp4" or "mxfp4"; rule names how scales are chosen (formats/quantize.py), by default the publisher's.
+    format is "nvfp4" or "mxfp4"; rule names how scales are chosen (formats/quantize.py), by default
+    the publisher's.
 
     Raises:
-        ConfigError: unknown format or rule, wrong dtype, or a value that is not finite (its place is named).
+        ConfigError: unknown format or rule, wrong dtype, or a value that is not finite (its place
+            is named).
     """
-    return ExpertBank(quantize(gate, format, rule), quantize(up, format, rule), quantize(down, format, rule))
+    return ExpertBank(
+        quantize(gate, format, rule), quantize(up, format, rule), quantize(down, format, rule)
+    )

@@ -1,6 +1,7 @@
 """ExactModule: a torch module whose buffers may move but never change type.
 
-`model.to(torch.bfloat16)` must not narrow a router's bias or a global scale (field fault A16), and a state dict of another
+`model.to(torch.bfloat16)` must not narrow a router's bias or a global scale (field fault A16), and
+a state dict of another
 dtype must not be cast on the way in.
 """
 
@@ -16,7 +17,7 @@ _PARTS = ("codes", "scales", "global_scale")
 
 
 class ExactModule(nn.Module):
-    """Base of everything that holds weights here. Subclasses register buffers and packed weights."""
+    """Base of all that holds weights here. Subclasses register buffers and packed weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +26,9 @@ class ExactModule(nn.Module):
         self._prepared: dict[tuple[str, str], Any] = {}
 
     def register_packed(self, name: str, weight: PackedWeight) -> None:
-        """Register a packed weight: its tensors become the buffers `name_codes`, `name_scales`, `name_global_scale`."""
+        """Register a packed weight: its tensors become the buffers `name_codes`, `name_scales`,
+        `name_global_scale`.
+        """
         for part in _PARTS:
             self.register_buffer(f"{name}_{part}", getattr(weight, part))
         self._packed_meta[name] = (weight.format, weight.global_scale_op)
@@ -36,11 +39,13 @@ class ExactModule(nn.Module):
         if name not in self._packed_cache:
             format, global_scale_op = self._packed_meta[name]
             parts = {part: getattr(self, f"{name}_{part}") for part in _PARTS}
-            self._packed_cache[name] = PackedWeight(format=format, global_scale_op=global_scale_op, **parts)
+            self._packed_cache[name] = PackedWeight(
+                format=format, global_scale_op=global_scale_op, **parts
+            )
         return self._packed_cache[name]
 
     def prepared(self, name: str, backend: str, prepare: Callable[[PackedWeight], Any]) -> Any:
-        """What `prepare` of a backend makes of a packed weight, made once until the buffers change."""
+        """What a backend's `prepare` makes of a packed weight, once until the buffers change."""
         key = (name, backend)
         if key not in self._prepared:
             self._prepared[key] = prepare(self.packed(name))
@@ -62,7 +67,9 @@ class ExactModule(nn.Module):
         for name, buffer in self.named_buffers(recurse=False):
             given = state_dict.get(prefix + name)
             if isinstance(given, Tensor) and given.dtype != buffer.dtype:
-                raise ConfigError(f"{prefix + name} is {given.dtype} in the state dict; allowed: {buffer.dtype}")
+                raise ConfigError(
+                    f"{prefix + name} is {given.dtype} in the state dict; allowed: {buffer.dtype}"
+                )
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()
         for name in self._packed_meta:

@@ -14,23 +14,43 @@ class Router(ExactModule):
     Args:
         weight: bfloat16 or float32 [E, H].
         bias: float32 [E] or None: added to the score for the selection only, never narrowed.
-        table: integer [V, K] or None: a hash layer takes its ids from here, by token id. Ids may repeat in a row.
+        table: integer [V, K] or None: a hash layer takes its ids from here, by token id. Ids may
+            repeat in a row.
         config: score, factor, normalize.
 
     Raises:
-        ConfigError: a dtype or shape that does not fit, a bias beside a table, or a table id outside [0, E).
+        ConfigError: a dtype or shape that does not fit, a bias beside a table, or a table id
+            outside [0, E).
     """
 
+    weight: Tensor
+    bias: Tensor | None
+    table: Tensor | None
+
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, table: Tensor | None = None, *, config: RouterConfig
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        table: Tensor | None = None,
+        *,
+        config: RouterConfig,
     ) -> None:
         super().__init__()
         if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float32):
-            raise ConfigError(f"weight is {weight.dtype} {tuple(weight.shape)}; allowed: bfloat16 or float32 [E, H]")
+            raise ConfigError(
+                f"weight is {weight.dtype} {tuple(weight.shape)}; "
+                "allowed: bfloat16 or float32 [E, H]"
+            )
         if weight.shape[1] % 16:
-            raise ConfigError(f"router weight has {weight.shape[1]} columns; allowed: a multiple of 16")
-        if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (weight.shape[0],)):
-            raise ConfigError(f"bias is {bias.dtype} {tuple(bias.shape)}; allowed: float32 [{weight.shape[0]}]")
+            raise ConfigError(
+                f"router weight has {weight.shape[1]} columns; allowed: a multiple of 16"
+            )
+        if bias is not None and (
+            bias.dtype != torch.float32 or tuple(bias.shape) != (weight.shape[0],)
+        ):
+            raise ConfigError(
+                f"bias is {bias.dtype} {tuple(bias.shape)}; allowed: float32 [{weight.shape[0]}]"
+            )
         if table is not None:
             _check_table(table, weight.shape[0])
             if bias is not None:
@@ -44,17 +64,17 @@ class Router(ExactModule):
 
     @property
     def num_experts(self) -> int:
-        return int(self.weight.shape[0])  # type: ignore[union-attr,index]
+        return int(self.weight.shape[0])
 
     @property
     def hidden_size(self) -> int:
-        return int(self.weight.shape[1])  # type: ignore[union-attr,index]
+        return int(self.weight.shape[1])
 
     @property
     def weight_f32(self) -> Tensor:
         """The weight as float32 [E, H], exact; made once."""
         if self._weight_f32 is None:
-            self._weight_f32 = self.weight.float()  # type: ignore[union-attr,operator]
+            self._weight_f32 = self.weight.float()
         return self._weight_f32
 
     def _forget(self) -> None:
@@ -71,10 +91,13 @@ class Router(ExactModule):
 
 def _check_table(table: Tensor, num_experts: int) -> None:
     if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
-        raise ConfigError(f"table is {table.dtype} {tuple(table.shape)}; allowed: int32 or int64 [V, K]")
+        raise ConfigError(
+            f"table is {table.dtype} {tuple(table.shape)}; allowed: int32 or int64 [V, K]"
+        )
     bad = (table < 0) | (table >= num_experts)
     if bool(bad.any()):
         row, column = (int(i) for i in bad.nonzero()[0])
         raise ConfigError(
-            f"table row {row}, column {column} is {int(table[row, column])}; allowed: 0 to {num_experts - 1}"
+            f"table row {row}, column {column} is {int(table[row, column])}; "
+            f"allowed: 0 to {num_experts - 1}"
         )

@@ -11,7 +11,7 @@ from exactmoe.runtime.routes import RouteTable
 
 
 class RouterWeights(Protocol):
-    """What a router op reads: weight_f32 [E, H], bias f32 [E] or None, table int64 [V, K] or None."""
+    """What a router op reads: weight_f32 [E, H], bias f32 [E] or None, table i64 [V, K] or None."""
 
     bias: Any
     table: Any
@@ -22,7 +22,9 @@ class RouterWeights(Protocol):
 
 
 class Path(Protocol):
-    """One backend's ops. Shapes: T tokens, K slots a token, S = T x K, H hidden, I intermediate. Outputs are given."""
+    """One backend's ops. Shapes: T tokens, K slots a token, S = T x K, H hidden, I intermediate.
+    Outputs are given.
+    """
 
     name: str
 
@@ -55,10 +57,16 @@ class Path(Protocol):
         swiglu_limit: float | None,
         h: Tensor,
     ) -> None:
-        """rows [T, H] -> h float32 [S, I] at the slot's place; weights [T, K] multiply h in `a8` and are None in `a16`."""
+        """rows [T, H] -> h float32 [S, I] at the slot's place; weights [T, K] multiply h in `a8`
+        and are None in `a16`.
+        """
 
-    def down(self, h: Rows, down: Any, routes: RouteTable, numerics: Numerics, slots: Tensor) -> None:
-        """h [S, I] -> slots float32 [S, H] at the slot's place (values of bf16 where numerics.slot says so)."""
+    def down(
+        self, h: Rows, down: Any, routes: RouteTable, numerics: Numerics, slots: Tensor
+    ) -> None:
+        """h [S, I] -> slots float32 [S, H] at the slot's place (values of bf16 where numerics.slot
+        says so).
+        """
 
     def combine(
         self,
@@ -69,15 +77,23 @@ class Path(Protocol):
         shared: Tensor | None,
         y: Tensor,
     ) -> None:
-        """slots [S, H], routed (expert_ids, weights) [T, K], shared float32 [T, H] or None -> y [T, H].
+        """slots [S, H], routed (expert_ids, weights) [T, K], shared float32 [T, H] or None -> y [T,
+        H].
 
         The weights order equal ids in both classes; only `a16` multiplies by them here.
         """
 
     def dense_mlp(
-        self, x: Tensor, weights: tuple[Any, Any, Any], swiglu_limit: float | None, h: Tensor, out: Tensor
+        self,
+        x: Tensor,
+        weights: tuple[Any, Any, Any],
+        swiglu_limit: float | None,
+        h: Tensor,
+        out: Tensor,
     ) -> None:
-        """x float32 [T, H] (values of bf16); gate, up, down of one expert -> out float32 [T, H]; h [T, I] is scratch."""
+        """x float32 [T, H] (values of bf16); gate, up, down of one expert -> out float32 [T, H]; h
+        [T, I] is scratch.
+        """
 
     def finish(self, dense: Tensor, y: Tensor) -> None:
         """y = round(+0 + dense): float32 [T, H] to bfloat16 or float32, canonical NaN."""

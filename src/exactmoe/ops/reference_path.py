@@ -1,4 +1,6 @@
-"""The reference as a path: `exactmoe.reference`, function by function, writing where the layer says."""
+"""The reference as a path: `exactmoe.reference`, function by function, writing where the layer
+says.
+"""
 
 import torch
 from torch import Tensor
@@ -38,10 +40,14 @@ class ReferencePath:
     ) -> None:
         if router.table is None:
             top_k = expert_ids.shape[1]
-            routed = reference.router(x, router.weight_f32, router.bias, router.config, top_k, numerics)
+            routed = reference.router(
+                x, router.weight_f32, router.bias, router.config, top_k, numerics
+            )
         else:
             assert token_ids is not None
-            routed = reference.hash_router(x, router.weight_f32, router.table, token_ids, router.config, numerics)
+            routed = reference.hash_router(
+                x, router.weight_f32, router.table, token_ids, router.config, numerics
+            )
         expert_ids.copy_(routed[0])
         weights.copy_(routed[1])
 
@@ -70,7 +76,9 @@ class ReferencePath:
             slot_weights = None if weights is None else weights.flatten()[slots]
             h[slots] = reference.gate_up(picked, *gate_up, expert, swiglu_limit, slot_weights)
 
-    def down(self, h: Rows, down: PackedWeight, routes: RouteTable, numerics: Numerics, slots: Tensor) -> None:
+    def down(
+        self, h: Rows, down: PackedWeight, routes: RouteTable, numerics: Numerics, slots: Tensor
+    ) -> None:
         for expert, served in _served(routes):
             slots[served] = reference.down(_pick(h, served), down, expert, numerics)
 
@@ -85,7 +93,9 @@ class ReferencePath:
     ) -> None:
         expert_ids, weights = routed
         per_token = slots.view(*expert_ids.shape, slots.shape[-1])
-        combined = reference.combine(per_token, expert_ids, weights, num_experts, numerics.activation)
+        combined = reference.combine(
+            per_token, expert_ids, weights, num_experts, numerics.activation
+        )
         y.copy_(reference.finish(combined, shared, _output(y)))
 
     def dense_mlp(
@@ -110,7 +120,9 @@ def _served(routes: RouteTable) -> list[tuple[int, Tensor]]:
     """(expert, its slots) for every expert that serves any."""
     bounds = routes.offsets.tolist()
     pairs = zip(bounds, bounds[1:], strict=False)
-    return [(expert, routes.slots[low:high]) for expert, (low, high) in enumerate(pairs) if high > low]
+    return [
+        (expert, routes.slots[low:high]) for expert, (low, high) in enumerate(pairs) if high > low
+    ]
 
 
 def _pick(rows: Rows, index: Tensor) -> Rows:

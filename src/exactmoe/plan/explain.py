@@ -1,4 +1,6 @@
-"""What `layer.explain()` says: the path, the numerics, the pieces, and the matrix units of each projection."""
+"""What `layer.explain()` says: the path, the numerics, the pieces, and the matrix units of each
+projection.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ class Explanation:
     """Which path runs a call of `width` tokens, and why.
 
     Attributes:
-        fp8_experts: of gate, up and down, how many experts the fp8 matrix units hold without losing a bit.
+        fp8_experts: of gate, up and down, how many experts the fp8 matrix units hold without losing
+            a bit.
     """
 
     plan: Plan

@@ -1,4 +1,6 @@
-"""The definition: what every kernel must compute, as plain loops on the CPU (docs/numerics.md, contract version 1)."""
+"""The definition: what every kernel must compute, as plain loops on the CPU (docs/numerics.md,
+contract version 1).
+"""
 
 from exactmoe.reference.combine import combine, finish
 from exactmoe.reference.dense_mlp import dense_mlp

@@ -1,4 +1,6 @@
-"""Combine: a token's slots to one row, in an order that neither the ids' order nor the placement changes (section 5)."""
+"""Combine: a token's slots to one row, in an order that neither the ids' order nor the placement
+changes (section 5).
+"""
 
 import torch
 from torch import Tensor
@@ -8,10 +10,13 @@ from exactmoe.reference.functions import canonical, to_bf16
 GROUPS = 8
 
 
-def combine(slots: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, activation: str) -> Tensor:
+def combine(
+    slots: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, activation: str
+) -> Tensor:
     """Slots float32 [T, K, H], ids [T, K], weights float32 [T, K] -> combined float32 [T, H].
 
-    Group of an expert: (8 x e) div E. Within a group from +0, ascending id, equal ids ascending by the weight's bits as
+    Group of an expert: (8 x e) div E. Within a group from +0, ascending id, equal ids ascending by
+        the weight's bits as
     unsigned: `a16` s = s + weight x slot, `a8` s = s + slot. Groups: ((0+1)+(2+3))+((4+5)+(6+7)).
     """
     rows = []
@@ -33,6 +38,8 @@ def combine(slots: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int
 
 
 def finish(combined: Tensor, shared: Tensor | None, output: str) -> Tensor:
-    """combined + shared (float32 [T, H] each) -> y, one rounding to the output type ("bf16" or "f32")."""
+    """combined + shared (float32 [T, H] each) -> y, one rounding to the output type ("bf16" or
+    "f32").
+    """
     total = combined if shared is None else combined + shared
     return to_bf16(total) if output == "bf16" else canonical(total)

@@ -1,4 +1,6 @@
-"""Dense MLP (dense FFN, shared expert): bf16 activations in both classes, segments of 4096 (contract sections 4, 7)."""
+"""Dense MLP (dense FFN, shared expert): bf16 activations in both classes, segments of 4096
+(contract sections 4, 7).
+"""
 
 from torch import Tensor
 
@@ -7,8 +9,12 @@ from exactmoe.reference.dot import dot_dense
 from exactmoe.reference.functions import canonical, swiglu32, to_bf16
 
 
-def dense_mlp(x: Tensor, gate: PackedWeight, up: PackedWeight, down: PackedWeight, limit: float | None) -> Tensor:
-    """x bfloat16 [T, H], one-expert weights -> float32 [T, H], before any rounding to an output type."""
+def dense_mlp(
+    x: Tensor, gate: PackedWeight, up: PackedWeight, down: PackedWeight, limit: float | None
+) -> Tensor:
+    """x bfloat16 [T, H], one-expert weights -> float32 [T, H], before any rounding to an output
+    type.
+    """
     h = to_bf16(swiglu32(_project(gate, x), _project(up, x), limit))
     return canonical(_project(down, h))
 

@@ -14,7 +14,8 @@ ROUTER_SEGMENTS = 16
 def dot(w: Tensor, x: Tensor) -> Tensor:
     """One chain: w float32 [N, K], x float32 [T, K] -> float32 [T, N]; K a multiple of 16.
 
-    Lane j adds the products of k = j, j + 16, ... ascending, from +0, two roundings a step. Then lanes j + (j + 8), +4,
+    Lane j adds the products of k = j, j + 16, ... ascending, from +0, two roundings a step. Then
+    lanes j + (j + 8), +4,
     +2, +1.
     """
     lanes = torch.zeros(x.shape[0], w.shape[0], LANES)
@@ -30,7 +31,8 @@ def dot(w: Tensor, x: Tensor) -> Tensor:
 def dot_scaled(w: Tensor, x: Tensor, scales: Tensor) -> Tensor:
     """Class `a8`: one chain per 128 of k, acc = fma(chain, x scale, acc), k ascending.
 
-    w float32 [N, K], x float32 [T, K] (values of e4m3 codes), scales float32 [T, K // 128] -> float32 [T, N].
+    w float32 [N, K], x float32 [T, K] (values of e4m3 codes), scales float32 [T, K // 128] ->
+    float32 [T, N].
     """
     total = torch.zeros(x.shape[0], w.shape[0])
     for group in range(scales.shape[1]):
@@ -41,7 +43,9 @@ def dot_scaled(w: Tensor, x: Tensor, scales: Tensor) -> Tensor:
 
 
 def dot_dense(w: Tensor, x: Tensor) -> Tensor:
-    """Dense parts: segments of 4096 of k, each one chain from +0, added ascending. Up to 4096 it is `dot`."""
+    """Dense parts: segments of 4096 of k, each one chain from +0, added ascending. Up to 4096 it is
+    `dot`.
+    """
     total = torch.zeros(x.shape[0], w.shape[0])
     for start in range(0, w.shape[1], DENSE_SEGMENT):
         columns = slice(start, start + DENSE_SEGMENT)
@@ -50,7 +54,9 @@ def dot_dense(w: Tensor, x: Tensor) -> Tensor:
 
 
 def dot_router(w: Tensor, x: Tensor) -> Tensor:
-    """Router logits: k in 16 equal segments (rounded up to multiples of 16), added as a binary tree over them."""
+    """Router logits: k in 16 equal segments (rounded up to multiples of 16), added as a binary tree
+    over them.
+    """
     per_segment = -(-w.shape[1] // (ROUTER_SEGMENTS * LANES)) * LANES
     sums = []
     for segment in range(ROUTER_SEGMENTS):
@@ -59,5 +65,3 @@ def dot_router(w: Tensor, x: Tensor) -> Tensor:
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[0::2], sums[1::2], strict=True)]
     return sums[0]
-
-

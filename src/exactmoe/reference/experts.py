@@ -13,7 +13,9 @@ from exactmoe.reference.quantize import quantize
 
 
 def as_rows(values: Tensor, numerics: Numerics) -> Rows:
-    """Activations [T, K] as the dots of a class read them: rounded to bf16 (`a16`), or quantised to e4m3 (`a8`)."""
+    """Activations [T, K] as the dots of a class read them: rounded to bf16 (`a16`), or quantised to
+    e4m3 (`a8`).
+    """
     if numerics.activation == "a16":
         return Rows(to_bf16(values.float()).float(), None)
     codes, scales = quantize(values)
@@ -26,7 +28,9 @@ def project(weight: PackedWeight, expert: int, rows: Rows) -> Tensor:
     `a16`: one chain. `a8` (rows with scales): one chain per 128.
     """
     w = operand(weight, expert)
-    accumulator = dot(w, rows.values) if rows.scales is None else dot_scaled(w, rows.values, rows.scales)
+    accumulator = (
+        dot(w, rows.values) if rows.scales is None else dot_scaled(w, rows.values, rows.scales)
+    )
     return apply_global_scale(weight, expert, accumulator)
 
 
@@ -38,7 +42,9 @@ def gate_up(
     limit: float | None,
     weights: Tensor | None,
 ) -> Tensor:
-    """rows [T, H] -> h float32 [T, I]. `a16` (weights None): rounded to bf16. `a8`: multiplied by the weights [T]."""
+    """rows [T, H] -> h float32 [T, I]. `a16` (weights None): rounded to bf16. `a8`: multiplied by
+    the weights [T].
+    """
     h = swiglu32(project(gate, expert, rows), project(up, expert, rows), limit)
     if weights is None:
         return to_bf16(h).float()
@@ -59,7 +65,8 @@ def expert_slots(
     limit: float | None,
     numerics: Numerics,
 ) -> Tensor:
-    """All slots of a call: x bfloat16 [T, H], ids [T, K], weights float32 [T, K] -> slots float32 [T, K, H].
+    """All slots of a call: x bfloat16 [T, H], ids [T, K], weights float32 [T, K] -> slots float32
+    [T, K, H].
 
     Absent slots (id < 0 or id >= E) are left at zero; the combine never reads them.
     """

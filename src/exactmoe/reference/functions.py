@@ -1,6 +1,8 @@
-"""The fixed functions of contract section 1: every operation is written out, so no library decides a bit.
+"""The fixed functions of contract section 1: every operation is written out, so no library decides
+a bit.
 
-In f32: fma, exp, silu. In f64: exp and log1p for the router's scores. Torch is used for +, -, x, / and sqrt only.
+In f32: fma, exp, silu. In f64: exp and log1p for the router's scores. Torch is used for +, -, x, /
+and sqrt only.
 """
 
 import torch
@@ -24,7 +26,8 @@ def f32(value: float) -> Tensor:
 def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a x b + c with one rounding to float32.
 
-    The product of two float32 is exact in float64. The sum is rounded to odd there, so the second rounding is right.
+    The product of two float32 is exact in float64. The sum is rounded to odd there, so the second
+    rounding is right.
     """
     product = a.double() * b.double()
     addend = c.double()
@@ -52,12 +55,16 @@ def exp32(x: Tensor) -> Tensor:
 
 
 def _power32(exponent: Tensor) -> Tensor:
-    """2^exponent in float32 for whole exponents of normal size; NaN is read as 0 (p carries the NaN)."""
+    """2^exponent in float32 for whole exponents of normal size; NaN is read as 0 (p carries the
+    NaN).
+    """
     return ((torch.nan_to_num(exponent).int() + 127) << 23).view(torch.float32)
 
 
 def silu32(g: Tensor) -> Tensor:
-    """g / (1 + e^-g) in float32: one add, one division (at most 2.4 ulp; silu(20) = 20 and silu(32) = 32)."""
+    """g / (1 + e^-g) in float32: one add, one division (at most 2.4 ulp; silu(20) = 20 and silu(32)
+    = 32).
+    """
     return g / (1.0 + exp32(-g))
 
 
@@ -97,7 +104,7 @@ def sigmoid_score(logit: Tensor) -> Tensor:
 
 
 def sqrt_softplus_score(logit: Tensor) -> Tensor:
-    """sqrt(log(1 + e^l)): float32 logits to float32 scores, computed in float64 and rounded once."""
+    """sqrt(log(1 + e^l)): float32 logits to float32 scores, in float64 and rounded once."""
     wide = logit.double()
     return torch.sqrt(wide.clamp(min=0) + log1p64(_exp_of_minus_abs(wide))).float()
 
@@ -105,7 +112,9 @@ def sqrt_softplus_score(logit: Tensor) -> Tensor:
 def canonical(values: Tensor) -> Tensor:
     """Float32 with every NaN as the one quiet NaN 0x7FC00000."""
     bits = values.view(torch.int32)
-    return torch.where(values.isnan(), torch.full_like(bits, F32_NAN_BITS), bits).view(torch.float32)
+    return torch.where(values.isnan(), torch.full_like(bits, F32_NAN_BITS), bits).view(
+        torch.float32
+    )
 
 
 def to_bf16(values: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""FP8 activations of class `a8`: e4m3 codes and one power-of-two scale per token per 128 (contract section 3)."""
+"""FP8 activations of class `a8`: e4m3 codes and one power-of-two scale per token per 128 (contract
+section 3).
+"""
 
 import torch
 from torch import Tensor
@@ -11,10 +13,13 @@ _FLOOR = 1e-4
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 or bfloat16 [T, K], K a multiple of 128 -> codes uint8 [T, K], scales float32 [T, K // 128].
+    """Float32 or bfloat16 [T, K], K a multiple of 128 -> codes uint8 [T, K], scales float32 [T, K
+    // 128].
 
-    t = max(amax, 1e-4) x f32(1/448); scale = 2^e, e the exponent of t, plus 1 if any mantissa bit is set; code = nearest
-    e4m3 of x / scale, saturating, a zero always 0x00. A group with a NaN or Inf becomes 128 codes 0x7F, scale 1.
+    t = max(amax, 1e-4) x f32(1/448); scale = 2^e, e the exponent of t, plus 1 if any mantissa bit
+    is set; code = nearest
+    e4m3 of x / scale, saturating, a zero always 0x00. A group with a NaN or Inf becomes 128 codes
+    0x7F, scale 1.
     """
     groups = values.float().unflatten(-1, (-1, SCALE_GROUP))
     finite = torch.isfinite(groups).all(-1)

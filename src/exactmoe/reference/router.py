@@ -15,17 +15,23 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return dot_router(weight.float(), x.float())
 
 
-def select(logits: Tensor, bias: Tensor | None, top_k: int, config: RouterConfig, numerics: Numerics) -> tuple[Tensor, Tensor]:
+def select(
+    logits: Tensor, bias: Tensor | None, top_k: int, config: RouterConfig, numerics: Numerics
+) -> tuple[Tensor, Tensor]:
     """Logits float32 [T, E] -> expert_ids int32 [T, K], scores without bias float32 [T, K].
 
-    Larger key first; equal keys (-0 = +0): lower id; NaN keys last, by lower id. Ids of a row are distinct.
+    Larger key first; equal keys (-0 = +0): lower id; NaN keys last, by lower id. Ids of a row are
+    distinct.
     """
     ladder = _ladder(numerics)
     scores = ladder(_score(logits, config))
     keys = scores if bias is None else ladder(scores + bias)
     expert_ids = torch.empty(logits.shape[0], top_k, dtype=torch.int32)
     for token, row in enumerate(keys.tolist()):
-        order = sorted(range(len(row)), key=lambda e: (row[e] != row[e], -row[e] if row[e] == row[e] else 0.0, e))
+        order = sorted(
+            range(len(row)),
+            key=lambda e: (row[e] != row[e], -row[e] if row[e] == row[e] else 0.0, e),
+        )
         expert_ids[token] = torch.tensor(order[:top_k], dtype=torch.int32)
     return expert_ids, scores.gather(1, expert_ids.long())
 
@@ -59,9 +65,16 @@ def router(
 
 
 def hash_router(
-    x: Tensor, weight: Tensor, table: Tensor, token_ids: Tensor, config: RouterConfig, numerics: Numerics
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    token_ids: Tensor,
+    config: RouterConfig,
+    numerics: Numerics,
 ) -> tuple[Tensor, Tensor]:
-    """Hash layers: ids from table [V, K] by token id [T]; weights from the scores of those experts, in table order."""
+    """Hash layers: ids from table [V, K] by token id [T]; weights from the scores of those experts,
+    in table order.
+    """
     expert_ids = table[token_ids.long()].int()
     scores = _ladder(numerics)(_score(router_logits(x, weight), config))
     return expert_ids, routing_weights(scores.gather(1, expert_ids.long()), config, numerics)
@@ -72,7 +85,9 @@ def _score(logits: Tensor, config: RouterConfig) -> Tensor:
 
 
 def _ladder(numerics: Numerics) -> Callable[[Tensor], Tensor]:
-    """Identity, or the rounding to bf16 after score, key, running sum and weight that `router="bf16_ladder"` asks for."""
+    """Identity, or the rounding to bf16 after score, key, running sum and weight that
+    `router="bf16_ladder"` asks for.
+    """
     if numerics.router == "bf16_ladder":
         return lambda values: to_bf16(values).float()
     return lambda values: values

@@ -1,6 +1,7 @@
 """The workspace: one arena a device, shared by all layers, sized before the first call.
 
-A layer lists its regions; their offsets are a closed form, so `workspace_bytes` is known without running anything. The
+A layer lists its regions; their offsets are a closed form, so `workspace_bytes` is known without
+running anything. The
 arena grows only by `reserve` (which a layer calls when it is made) and never inside a call.
 """
 
@@ -38,7 +39,9 @@ def total_bytes(regions: Sequence[Region]) -> int:
 
 
 class Arena:
-    """Memory of one device. `lock` is held for the length of one call, so calls from two threads don't mix."""
+    """Memory of one device. `lock` is held for the length of one call, so calls from two threads
+    don't mix.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,7 +58,9 @@ class Arena:
         return self._buffer.data_ptr()
 
     def reserve(self, nbytes: int) -> None:
-        """Make the arena at least this large. Must not be called while a call runs: it takes the lock."""
+        """Make the arena at least this large. Must not be called while a call runs: it takes the
+        lock.
+        """
         with self.lock:
             if nbytes > self.nbytes:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -68,18 +73,22 @@ class Arena:
         """
         if total_bytes(regions) > self.nbytes:
             raise ConfigError(
-                f"the workspace of {self.device} holds {self.nbytes} bytes and {total_bytes(regions)} are needed; "
-                "reserve them first"
+                f"the workspace of {self.device} holds {self.nbytes} bytes and "
+                f"{total_bytes(regions)} are needed; reserve them first"
             )
         views, offset = {}, 0
         for region in regions:
             size = prod(region.shape) * region.dtype.itemsize
-            views[region.name] = self._buffer[offset : offset + size].view(region.dtype).view(region.shape)
+            views[region.name] = (
+                self._buffer[offset : offset + size].view(region.dtype).view(region.shape)
+            )
             offset += region.nbytes
         return views
 
     def fill(self, byte: int) -> None:
-        """Overwrite all of it (0xFF makes every float a NaN): a proof uses this, since old content must not matter."""
+        """Overwrite all of it (0xFF makes every float a NaN): a proof uses this, since old content
+        must not matter.
+        """
         with self.lock:
             self._buffer.fill_(byte)
 

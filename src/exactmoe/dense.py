@@ -1,0 +1,123 @@
+"""DenseMLP: dense FFN layers and shared experts."""
+
+import torch
+from torch import Tensor
+
+from exactmoe import ops
+from exactmoe.bank import ExpertBank
+from exactmoe.block import Block
+from exactmoe.config import Limits, Numerics, checked_swiglu_limit
+from exactmoe.errors import ConfigError
+from exactmoe.formats import PackedWeight
+from exactmoe.plan import Explanation, Plan, choose, explain
+from exactmoe.runtime.door import check_x, output
+from exactmoe.runtime.workspace import Region
+
+
+class DenseMLP(Block):
+    """A dense SwiGLU MLP (dense FFN or shared expert), bf16 activations (contract sections 4 and
+    7).
+
+    Args:
+        gate, up: bfloat16 [I, H], or a PackedWeight of one expert.
+        down: bfloat16 [H, I], or a PackedWeight of one expert.
+        swiglu_limit: clamp of gate (from above) and up (both sides); None: no clamp.
+        limits: tokens a piece.
+        backend: "auto", "cpu" or "reference".
+        output: type of y: "bf16" or "f32".
+    """
+
+    def __init__(
+        self,
+        gate: Tensor | PackedWeight,
+        up: Tensor | PackedWeight,
+        down: Tensor | PackedWeight,
+        swiglu_limit: float | None = None,
+        limits: Limits | None = None,
+        backend: str = "auto",
+        output: str = "bf16",
+    ) -> None:
+        super().__init__(limits, backend)
+        self.bank = ExpertBank(
+            _one_expert("gate", gate), _one_expert("up", up), _one_expert("down", down)
+        )
+        self.swiglu_limit = checked_swiglu_limit(swiglu_limit)
+        self.numerics = Numerics(output=output)
+        self._arena().reserve(self.workspace_bytes())
+
+    @property
+    def device(self) -> torch.device:
+        return self.bank.device
+
+    @property
+    def hidden_size(self) -> int:
+        return self.bank.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.bank.intermediate_size
+
+    def plan(self) -> Plan:
+        return choose(self.numerics, self.device, self.backend)
+
+    def regions(self, rows: int) -> list[Region]:
+        return [
+            Region("x", (rows, self.hidden_size), torch.float32),
+            Region("dense_h", (rows, self.intermediate_size), torch.float32),
+            Region("dense_out", (rows, self.hidden_size), torch.float32),
+        ]
+
+    def explain(self, width: int = 8) -> Explanation:
+        """Which path runs a call of `width` tokens, and why."""
+        return explain(
+            self.plan(),
+            self.numerics,
+            self.limits,
+            width,
+            [self.bank.gate, self.bank.up, self.bank.down],
+        )
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x bfloat16 [T, H] -> y [T, H]. x is not written; y shares memory with nothing."""
+        check_x(x, self.hidden_size, self.device)
+        y = output(out, x, self.hidden_size, self.numerics.output)
+        path = ops.path(self.plan().backend)
+        with self._arena().lock:
+            space = self._workspace()
+            for piece in self._pieces(x.shape[0]):
+                dense = self.run(path, space, x[piece])
+                path.finish(dense, y[piece])
+        return y
+
+    def run(
+        self, path: ops.Path, space: dict[str, Tensor], x: Tensor, x_is_staged: bool = False
+    ) -> Tensor:
+        """One piece in the given workspace: x bfloat16 [T, H] -> float32 [T, H] in `dense_out`, not
+        yet rounded.
+        """
+        tokens = x.shape[0]
+        staged, h, result = (space[name][:tokens] for name in ("x", "dense_h", "dense_out"))
+        if not x_is_staged:
+            staged.copy_(x)
+        gate, up, down = (
+            self.bank.prepared(name, path.name, path.prepare) for name in ("gate", "up", "down")
+        )
+        path.dense_mlp(staged, (gate, up, down), self.swiglu_limit, h, result)
+        return result
+
+
+def _one_expert(name: str, weight: Tensor | PackedWeight) -> PackedWeight:
+    if isinstance(weight, PackedWeight):
+        if weight.num_experts != 1:
+            raise ConfigError(f"{name} holds {weight.num_experts} experts; a dense MLP takes one")
+        return weight
+    if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or weight.ndim != 2:
+        found = (
+            f"{weight.dtype} {tuple(weight.shape)}"
+            if isinstance(weight, Tensor)
+            else type(weight).__name__
+        )
+        raise ConfigError(
+            f"{name} is {found}; allowed: a bfloat16 matrix or a PackedWeight of one expert"
+        )
+    return PackedWeight("bf16", weight.detach()[None])

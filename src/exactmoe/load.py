@@ -1,0 +1,78 @@
+"""load_layer: one MLP block of a checkpoint as a layer that runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from exactmoe.checkpoint import Checkpoint, DenseWeights, MoEWeights, Progress, read_layer
+from exactmoe.config import Limits, Numerics
+from exactmoe.dense import DenseMLP
+from exactmoe.errors import ConfigError
+from exactmoe.layer import MoELayer
+
+
+def load_layer(
+    path: str | Path,
+    layer: int,
+    *,
+    cards: Sequence[str] = ("cpu",),
+    numerics: Numerics | str | None = None,
+    limits: Limits | None = None,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> MoELayer | DenseMLP:
+    """Loads one layer of a checkpoint; only its tensors are read.
+
+    Args:
+        path: folder with config.json and safetensors files.
+        layer: index of the layer.
+        cards: device names; a dense layer lives on the first.
+        numerics: None: the family's class (glm5_next a16, deepseek_v4 a8).
+        limits: tokens a piece, checks.
+        backend: "auto", "cpu" or "reference". All give the same bits.
+        progress: called with the bytes of every tensor read.
+
+    Returns:
+        A MoELayer, or a DenseMLP where the model has a dense layer.
+
+    Raises:
+        CheckpointError: something is missing, malformed or unexpected; names file and tensor.
+        ConfigError: config.json or an argument holds a value that is not allowed.
+        Unsupported: well formed, but nothing here can run it.
+    """
+    if isinstance(cards, str) or not cards:
+        raise ConfigError(f"cards is {cards!r}; allowed: a non-empty sequence of device names")
+    checkpoint = Checkpoint(path, numerics)
+    weights = read_layer(checkpoint, layer, progress)
+    output = checkpoint.family.numerics.output
+    if isinstance(weights, DenseWeights):
+        return _dense(weights, limits, backend, output).to(cards[0])
+    return _moe(weights, cards, limits, backend)
+
+
+def _dense(weights: DenseWeights, limits: Limits | None, backend: str, output: str) -> DenseMLP:
+    return DenseMLP(
+        weights.gate,
+        weights.up,
+        weights.down,
+        swiglu_limit=weights.swiglu_limit,
+        limits=limits,
+        backend=backend,
+        output=output,
+    )
+
+
+def _moe(
+    weights: MoEWeights, cards: Sequence[str], limits: Limits | None, backend: str
+) -> MoELayer:
+    shared = None
+    if weights.shared is not None:
+        shared = _dense(weights.shared, limits, backend, "bf16").to(cards[0])
+    return MoELayer(
+        weights.config,
+        weights.bank.to(cards[0]),
+        router=weights.router.to(cards[0]),
+        shared=shared,
+        cards=cards,
+        limits=limits,
+        backend=backend,
+    )

@@ -3,7 +3,7 @@
 Loading and auditing read the same plan, so a report lists exactly what a load takes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from exactmoe.checkpoint.dialects import DIALECTS, Dialect, Part, detect
@@ -163,10 +163,14 @@ def _source(
     checkpoint: Checkpoint, plan: LayerPlan, base: str, shape: tuple[int, int]
 ) -> Source | None:
     """The tensors of one projection of one expert; None, and findings, when incomplete."""
-    leaves = checkpoint.leaves(base)
+    leaves = {
+        leaf: info
+        for leaf, info in checkpoint.leaves(base).items()
+        if checkpoint.family.ignored_by(info.name) is None
+    }
     dialect = detect({leaf: info.dtype for leaf, info in leaves.items()})
     if dialect is None:
-        _unknown(plan, checkpoint, base)
+        _unknown(plan, checkpoint, base, leaves.values())
         return None
     rows, columns = shape
     tensors: dict[Part, TensorInfo] = {}
@@ -201,13 +205,10 @@ def _source(
     return None
 
 
-def _unknown(plan: LayerPlan, checkpoint: Checkpoint, base: str) -> None:
-    claimed = [
-        info
-        for info in checkpoint.leaves(base).values()
-        if checkpoint.family.ignored_by(info.name) is None
-    ]
-    if not claimed:
+def _unknown(
+    plan: LayerPlan, checkpoint: Checkpoint, base: str, infos: Collection[TensorInfo]
+) -> None:
+    if not infos:
         name = f"{base}.weight"
         plan.errors.append(
             Finding(name, f"{checkpoint.path}: {name} is missing, and all of {base}")
@@ -215,10 +216,10 @@ def _unknown(plan: LayerPlan, checkpoint: Checkpoint, base: str) -> None:
     known = "; ".join(
         f"{d.name} ({', '.join(f'{p.leaf} {p.dtype}' for p in d.parts)})" for d in DIALECTS
     )
-    found = ", ".join(f"{info.name} {info.dtype}" for info in claimed)
+    found = ", ".join(f"{info.name} {info.dtype}" for info in infos)
     plan.errors += [
         Finding(info.name, f"{info.file}: unknown layout of {base}: {found}; known: {known}", info)
-        for info in claimed
+        for info in infos
     ]
 
 

@@ -16,19 +16,17 @@ DIALECTS = (MODELOPT_NVFP4, DEEPSEEK_MXFP4, PLAIN_BF16)
 def detect(dtypes: Mapping[str, str]) -> Dialect | None:
     """The dialect of a projection, or None where no dialect or more than one fits.
 
-    The codes decide; where they are missing, the other tensors do, so that the error can name
-    what is missing.
+    The codes decide; where they are missing, the other tensors do if all of them belong to the
+    dialect, so that the error can name what is missing.
 
     Args:
         dtypes: last word of the name -> dtype, of every tensor of the projection.
     """
-    fits = [d for d in DIALECTS if _present(d.parts[:1], dtypes)]
-    fits = fits or [d for d in DIALECTS if _present(d.parts[1:], dtypes)]
+    found = dtypes.items()
+    fits = [d for d in DIALECTS if (d.parts[0].leaf, d.parts[0].dtype) in found]
+    if not fits and dtypes:
+        fits = [d for d in DIALECTS if found <= {(part.leaf, part.dtype) for part in d.parts}]
     return fits[0] if len(fits) == 1 else None
-
-
-def _present(parts: tuple[Part, ...], dtypes: Mapping[str, str]) -> bool:
-    return any(dtypes.get(part.leaf) == part.dtype for part in parts)
 
 
 __all__ = [

@@ -1,4 +1,9 @@
-"""ExactMoE: the MLP layers of FP4 mixture-of-experts models, with one bit pattern for a token at every width."""
+"""ExactMoE: MLP layers of FP4 mixture-of-experts models, one bit pattern per token at every width.
+
+`load_model` brings in transformers, so it is imported only when it is used.
+"""
+
+from typing import Any
 
 from exactmoe.bank import ExpertBank, Router, quantize_experts
 from exactmoe.config import Limits, MoEConfig, Numerics, Placement, RouterConfig
@@ -19,5 +24,14 @@ __all__ = [
     "Router",
     "RouterConfig",
     "load_layer",
+    "load_model",
     "quantize_experts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_model":
+        from exactmoe.hf import load_model
+
+        return load_model
+    raise AttributeError(f"module 'exactmoe' has no attribute {name!r}")

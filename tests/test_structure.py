@@ -164,6 +164,9 @@ A word in a sentence such as gone.py is no tree.
 
 def test_design_tree_finds(tmp_path):
     assert structure.design_tree(tmp_path) == []
+    plant(tmp_path, "docs/design.md", TREE.replace("```tree", "```"))
+    missing = "docs/design.md has no fence opened with ```tree"
+    assert structure.design_tree(tmp_path) == [missing]
     plant(tmp_path, "docs/design.md", TREE)
     plant(tmp_path, "docs/log.md", "")
     plant(tmp_path, "src/exactmoe/config.py", "")

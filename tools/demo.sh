@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 EXACTMOE=${EXACTMOE:-.venv/bin/exactmoe}
 
-say() { printf '\n== %s\n' "$@"; }
+say() { printf '\n== %s\n' "$1"; shift; [ $# = 0 ] || printf '   %s\n' "$@"; }
 run() { printf '$ exactmoe %s\n' "$(printf '%q ' "$@")"; "$EXACTMOE" "$@"; }
 
 for model in glm5_next deepseek_v4; do

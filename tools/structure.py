@@ -241,10 +241,11 @@ def design_tree(root: Path) -> list[str]:
     design = root / "docs" / "design.md"
     if not design.is_file():
         return []
-    found = []
+    lines = design.read_text(encoding="utf-8").splitlines()
+    found = [] if "```tree" in lines else ["docs/design.md has no fence opened with ```tree"]
     folders: list[tuple[int, Path]] = []
     inside = False
-    for number, text in enumerate(design.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(lines, start=1):
         if text.startswith("```"):
             inside, folders = text.strip() == "```tree", []
         entry = re.match(r"(?:L\d+ )?([ │├└─]*)([\w./-]+)(?:\s|$)", text) if inside else None

@@ -1,0 +1,39 @@
+"""What may not change a bit: one file a dimension, each a function of a Trial.
+
+A new dimension is a new file and a line in DIMENSIONS. The order is from the plain to the special:
+a fault is named by the first dimension that meets it.
+"""
+
+from collections.abc import Callable
+
+from exactmoe.proof.dimensions.backend import backend
+from exactmoe.proof.dimensions.chunks import chunks
+from exactmoe.proof.dimensions.memory import memory
+from exactmoe.proof.dimensions.neighbours import neighbours
+from exactmoe.proof.dimensions.order import order
+from exactmoe.proof.dimensions.pieces import pieces
+from exactmoe.proof.dimensions.position import position
+from exactmoe.proof.dimensions.repeats import repeats
+from exactmoe.proof.dimensions.strides import strides
+from exactmoe.proof.dimensions.threads import threads
+from exactmoe.proof.dimensions.width import width
+from exactmoe.proof.trial import Trial
+
+DIMENSIONS: dict[str, Callable[[Trial], None]] = {
+    function.__name__: function
+    for function in (
+        repeats,
+        width,
+        position,
+        neighbours,
+        chunks,
+        order,
+        pieces,
+        memory,
+        strides,
+        threads,
+        backend,
+    )
+}
+
+__all__ = ["DIMENSIONS"]

@@ -1,0 +1,86 @@
+"""Neighbours: what the other tokens of the call are, even NaN or Inf."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from exactmoe.proof.batch import Batch
+from exactmoe.proof.numbers import units
+from exactmoe.proof.trial import Trial
+
+_STREAM = 10
+
+
+def neighbours(trial: Trial) -> None:
+    """The needles first, in the middle and last among neighbours of each kind, at each width.
+
+    Each is compared with the same needle at the same place of the same width among its own copies,
+    so only the neighbours differ. The needles change places from width to width.
+    """
+    for kind, make in KINDS.items():
+        for turn, tokens in enumerate(trial.widths):
+            others = make(trial, tokens)
+            if others is None or tokens == 1:
+                continue
+            places = sorted({0, tokens // 2, tokens - 1})
+            chosen = [(turn + n) % len(trial.needles) for n in range(len(places))]
+            batch = others.with_rows(places, [trial.needles[n] for n in chosen])
+            y = trial.run(batch)
+            for place, needle in zip(places, chosen, strict=True):
+                rows = slice(place, place + 1)
+                expected = trial.copies(needle, tokens)[rows]
+                trial.compare("neighbours", kind, expected, y[rows], tokens, place)
+
+
+def _random(trial: Trial, tokens: int) -> Batch:
+    return trial.random(tokens, _STREAM)
+
+
+def _to_its_experts(trial: Trial, tokens: int) -> Batch:
+    """The ordinary needle's routes for all; a whole block's router gets it at other lengths."""
+    batch = trial.needles[0].repeated(tokens)
+    lengths = 0.5 + units((tokens, 1), trial.seed).to(batch.x.device)
+    return replace(batch, x=(batch.x.float() * lengths).bfloat16())
+
+
+def _to_other_experts(trial: Trial, tokens: int) -> Batch | None:
+    batch, needle = _random(trial, tokens), trial.needles[0]
+    if batch.expert_ids is None or needle.expert_ids is None:
+        return None
+    taken = set(needle.expert_ids[0].tolist())
+    free = [e for e in range(trial.entry.num_experts) if e not in taken]
+    if not free:
+        return None
+    choice = torch.tensor(free, device=batch.x.device)
+    return replace(batch, expert_ids=choice[batch.expert_ids.long() % len(free)].int())
+
+
+def _absent(trial: Trial, tokens: int) -> Batch | None:
+    batch = _random(trial, tokens)
+    if batch.expert_ids is None:
+        return None
+    return replace(batch, expert_ids=torch.full_like(batch.expert_ids, -1))
+
+
+def _scaled(trial: Trial, tokens: int) -> Batch:
+    return _random(trial, tokens).scaled(1e4)
+
+
+def _filled(value: float) -> Callable[[Trial, int], Batch]:
+    def make(trial: Trial, tokens: int) -> Batch:
+        batch = _random(trial, tokens)
+        return replace(batch, x=torch.full_like(batch.x, value))
+
+    return make
+
+
+KINDS: dict[str, Callable[[Trial, int], Batch | None]] = {
+    "random neighbours": _random,
+    "neighbours to its experts": _to_its_experts,
+    "neighbours to other experts": _to_other_experts,
+    "absent neighbours": _absent,
+    "neighbours x 1e4": _scaled,
+    "NaN neighbours": _filled(float("nan")),
+    "Inf neighbours": _filled(float("inf")),
+}

@@ -1,0 +1,17 @@
+"""Repeats: the same call again and again."""
+
+from exactmoe.proof.trial import Trial
+
+_STREAM = 40
+_WIDTHS = (1, 5, 64)
+
+
+def repeats(trial: Trial) -> None:
+    """One pattern each time; each y is memory of its own, so the first keeps its bytes."""
+    for tokens in _WIDTHS:
+        batch = trial.random(tokens, _STREAM)
+        expected = trial.run(batch)
+        kept = expected.clone()
+        for _ in range(trial.repeats):
+            trial.compare("repeats", "", kept, trial.run(batch))
+        trial.compare("repeats", "y of the first call, after the others", kept, expected)

@@ -1,0 +1,188 @@
+"""The cases: small layers and inputs from the integer hash of proof/numbers.py.
+
+A case must never change: its answers are stored. New ground is a new case with a new name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exactmoe.bank import ExpertBank, Router
+from exactmoe.config import MoEConfig, Numerics, RouterConfig
+from exactmoe.dense import DenseMLP
+from exactmoe.formats import BLOCK, PackedWeight
+from exactmoe.layer import MoELayer
+from exactmoe.proof.batch import Batch, Entry
+from exactmoe.proof.numbers import bells, integers, permutations, units, words
+
+TOKENS = 8
+VOCABULARY = 32
+LIMIT = 2.5
+_FACTOR = 2.5
+_SOFTPLUS = "sqrt_softplus"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer, one batch and one entry.
+
+    Attributes:
+        name: key of its answer.
+        make: (stream, backend) -> the entry and its batch.
+    """
+
+    name: str
+    make: Callable[[int, str], tuple[Entry, Batch]]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a MoE case is made of: formats, sizes, router, and what stands beside the experts."""
+
+    format: str
+    hidden_size: int = 64
+    intermediate_size: int = 32
+    num_experts: int = 8
+    top_k: int = 3
+    numerics: Numerics | str = "a16"
+    score: str = "sigmoid"
+    normalize: bool = True
+    router_dtype: torch.dtype = torch.bfloat16
+    hashed: bool = False
+    limit: float | None = LIMIT
+    shared: bool = True
+    divide: bool = False
+
+    def build(self, stream: int, backend: str) -> MoELayer:
+        hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
+        config = MoEConfig(hidden, inner, experts, self.top_k, self.limit, self.numerics)
+        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        packed = {
+            name: weight(self.format, (experts, *shape), stream + place, self.divide)
+            for place, (name, shape) in enumerate(shapes.items(), start=10)
+        }
+        shared = None
+        if self.shared:
+            shared = dense("bf16", hidden, inner, self.limit, stream + 20, backend)
+        router = self.router(stream + 30)
+        return MoELayer(config, ExpertBank(**packed), router, shared, backend=backend)
+
+    def router(self, stream: int) -> Router:
+        experts = self.num_experts
+        matrix = bells((experts, self.hidden_size), stream) / 16.0
+        bias, table = None, None
+        if self.hashed:
+            table = permutations(VOCABULARY, experts, stream + 1)[:, : self.top_k].contiguous()
+        else:
+            bias = units((experts,), stream + 1)
+        config = RouterConfig(self.score, factor=_FACTOR, normalize=self.normalize)
+        return Router(matrix.to(self.router_dtype), bias=bias, table=table, config=config)
+
+
+def weight(
+    format: str, shape: tuple[int, int, int], stream: int, divide: bool = False
+) -> PackedWeight:
+    """A weight [E, N, K] of random codes and legal scales, values near 1 / sqrt(K)."""
+    experts, rows, columns = shape
+    if format == "bf16":
+        return PackedWeight("bf16", (bells(shape, stream) / columns**0.5).bfloat16())
+    codes = (words((experts, rows, columns // 2), stream) & 0xFF).to(torch.uint8)
+    blocks = (experts, rows, columns // BLOCK[format])
+    if format == "mxfp4":
+        # Exponents -6 ... -3: within the 14 binades of fp8 units.
+        scales = integers(blocks, stream + 1000, 127 - 6, 127 - 3).to(torch.uint8)
+        return PackedWeight("mxfp4", codes, scales)
+    # E4M3 0.5 ... 3.75, every mantissa; global scales that are no powers of two.
+    scales = integers(blocks, stream + 1000, 0x30, 0x47).to(torch.uint8)
+    global_scale = (0.5 + units((experts,), stream + 2000)) / 32.0
+    if divide:
+        global_scale = 32.0 * (0.5 + units((experts,), stream + 2000))
+    return PackedWeight("nvfp4", codes, scales, global_scale, "divide" if divide else "multiply")
+
+
+def dense(
+    format: str, hidden: int, inner: int, limit: float | None, stream: int, backend: str
+) -> DenseMLP:
+    """A dense MLP [H] -> [I] -> [H]."""
+    gate, up = (weight(format, (1, inner, hidden), stream + place) for place in range(2))
+    return DenseMLP(gate, up, weight(format, (1, hidden, inner), stream + 2), limit, None, backend)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The last rows become special: zeros and a -0, large, so small that h is subnormal, a NaN."""
+    x = x.clone()
+    x[-4] = 0.0
+    x[-4, 1] = -0.0
+    x[-3] *= 64.0
+    x[-2] *= 2.0**-63
+    x[-1, 7] = float("nan")
+    return x
+
+
+def _block(layer: _Layer) -> Callable[[int, str], tuple[Entry, Batch]]:
+    def make(stream: int, backend: str) -> tuple[Entry, Batch]:
+        x = _rows(bells((TOKENS, layer.hidden_size), stream + 1).bfloat16())
+        ids = integers((TOKENS,), stream + 2, 0, VOCABULARY - 1) if layer.hashed else None
+        return Entry("block", layer.build(stream, backend)), Batch(x, token_ids=ids)
+
+    return make
+
+
+def _experts(layer: _Layer) -> Callable[[int, str], tuple[Entry, Batch]]:
+    """Routed experts only: an id twice, absent ids, a row without experts, a negative weight."""
+
+    def make(stream: int, backend: str) -> tuple[Entry, Batch]:
+        x = _rows(bells((TOKENS, layer.hidden_size), stream + 1).bfloat16())
+        shape = (TOKENS, layer.top_k)
+        ids = permutations(TOKENS, layer.num_experts, stream + 2)[:, : layer.top_k].int()
+        weights = units(shape, stream + 3)
+        ids[0, 1] = ids[0, 0]
+        ids[1, 0] = -1
+        ids[2] = -1
+        weights[0, 2] = -weights[0, 2]
+        weights[1, 1] = 0.0
+        batch = Batch(x, expert_ids=ids.contiguous(), weights=weights)
+        return Entry("experts", replace(layer, shared=False).build(stream, backend)), batch
+
+    return make
+
+
+def _dense(format: str, hidden: int, inner: int) -> Callable[[int, str], tuple[Entry, Batch]]:
+    def make(stream: int, backend: str) -> tuple[Entry, Batch]:
+        x = _rows(bells((TOKENS, hidden), stream + 1).bfloat16())
+        return Entry("dense", dense(format, hidden, inner, LIMIT, stream + 10, backend)), Batch(x)
+
+    return make
+
+
+def _a8(format: str, **fields: Any) -> _Layer:
+    return _Layer(format, hidden_size=128, intermediate_size=128, numerics="a8", **fields)
+
+
+CASES = (
+    Case("a16 nvfp4 sigmoid shared limit", _block(_Layer("nvfp4"))),
+    Case("a16 nvfp4 divided, sizes 96 and 48", _block(_Layer("nvfp4", 96, 48, divide=True))),
+    Case(
+        "a16 mxfp4 sqrt_softplus, 11 experts",
+        _block(_Layer("mxfp4", num_experts=11, score=_SOFTPLUS)),
+    ),
+    Case("a16 bf16 experts, f32 router", _block(_Layer("bf16", router_dtype=torch.float32))),
+    Case("a16 nvfp4 no limit, no shared", _block(_Layer("nvfp4", limit=None, shared=False))),
+    Case("a16 nvfp4 not normalised", _block(_Layer("nvfp4", normalize=False))),
+    Case(
+        "a16 nvfp4 slot f32, output f32",
+        _block(_Layer("nvfp4", numerics=Numerics(slot="f32", output="f32"))),
+    ),
+    Case("a16 nvfp4 bf16 ladder", _block(_Layer("nvfp4", numerics=Numerics(router="bf16_ladder")))),
+    Case("a16 mxfp4 hash", _block(_Layer("mxfp4", hashed=True, score=_SOFTPLUS))),
+    Case("a16 nvfp4 experts only", _experts(_Layer("nvfp4"))),
+    Case("a8 mxfp4 sqrt_softplus shared limit", _block(_a8("mxfp4", score=_SOFTPLUS))),
+    Case("a8 mxfp4 hash", _block(_a8("mxfp4", hashed=True, score=_SOFTPLUS))),
+    Case("a8 nvfp4 sigmoid", _block(_a8("nvfp4"))),
+    Case("a8 mxfp4 experts only", _experts(_a8("mxfp4"))),
+    Case("dense bf16, two segments", _dense("bf16", 16, 4112)),
+    Case("dense nvfp4", _dense("nvfp4", 64, 96)),
+)

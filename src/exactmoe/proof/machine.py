@@ -1,0 +1,51 @@
+"""The fingerprint of a machine: what a proof was run on."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONTRACT_VERSION = 1
+"""Version of the bit contract (docs/numerics.md). A change of bits is a new one."""
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def architecture(device: torch.device) -> str:
+    """The name that known answers are filed under; every CPU gives the same bits."""
+    return device.type
+
+
+def package_version(name: str = "exactmoe") -> str:
+    """The version of an installed package; a source tree on the path has none, and says so."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def fingerprint(device: torch.device | None = None) -> dict[str, Any]:
+    """Architecture, contract version, and the programs and processor that ran. Plain values."""
+    return {
+        "architecture": architecture(device or torch.device("cpu")),
+        "contract": CONTRACT_VERSION,
+        "exactmoe": package_version(),
+        "torch": torch.__version__,
+        "numba": package_version("numba"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    if _CPUINFO.is_file():
+        for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

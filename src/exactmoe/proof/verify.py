@@ -1,0 +1,82 @@
+"""verify: proof, on this machine, that a layer gives a token one bit pattern (docs/numerics.md)."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from exactmoe.dense import DenseMLP
+from exactmoe.errors import ConfigError
+from exactmoe.layer import MoELayer
+from exactmoe.proof.batch import entries
+from exactmoe.proof.dimensions import DIMENSIONS
+from exactmoe.proof.machine import fingerprint
+from exactmoe.proof.report import Report
+from exactmoe.proof.trial import Trial
+
+# They cross every border of a tile that a kernel may have, from both sides.
+WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 1000)
+
+
+def verify(
+    layer: MoELayer | DenseMLP,
+    *,
+    widths: Iterable[int] = WIDTHS,
+    seed: int = 0,
+    repeats: int = 20,
+    backend_rows: int = 2,
+    dimensions: Sequence[str] | None = None,
+    subject: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Compare the bytes of a layer's results over everything that may not change them.
+
+    Both entries of a MoE layer are proved: the whole block (router, experts, shared expert) and
+    `layer.experts`. The layer is used as it is, and left as it was.
+
+    Args:
+        layer: a MoELayer or DenseMLP, of any device and backend.
+        widths: tokens a call.
+        seed: chooses the inputs; they come from an integer hash, so they are the same everywhere.
+        repeats: how often one call is repeated.
+        backend_rows: tokens compared with the reference backend, which is slow.
+        dimensions: names from proof/dimensions; None: all of them.
+        subject: what the report calls the layer.
+        progress: called with the name of each dimension before it runs.
+
+    Returns:
+        A Report: rows and bytes compared in each dimension, the first difference of each, `ok`.
+        It does not raise on a mismatch; `report.raise_on_mismatch()` does.
+
+    Raises:
+        ConfigError: no layer, no width, or a dimension that does not exist.
+        BitMismatch: y has another shape or dtype than its call asks for.
+    """
+    if not isinstance(layer, MoELayer | DenseMLP):
+        raise ConfigError(f"layer is {type(layer).__name__}; allowed: MoELayer, DenseMLP")
+    ascending = _checked_widths(widths)
+    chosen = _checked_dimensions(dimensions)
+    if repeats < 1 or backend_rows < 1:
+        raise ConfigError(f"repeats is {repeats}, backend_rows {backend_rows}; allowed: from 1")
+    start = time.perf_counter()
+    report = Report(subject or type(layer).__name__, machine=fingerprint(layer.device))
+    for entry in entries(layer):
+        trial = Trial(entry, report, ascending, seed, repeats, backend_rows)
+        for name in chosen:
+            if progress is not None:
+                progress(f"{report.subject}: {entry.name}, {name}")
+            DIMENSIONS[name](trial)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _checked_widths(widths: Iterable[int]) -> tuple[int, ...]:
+    ascending = tuple(sorted(set(widths)))
+    if not ascending or ascending[0] < 1:
+        raise ConfigError(f"widths are {ascending}; allowed: at least one, each from 1")
+    return ascending
+
+
+def _checked_dimensions(names: Sequence[str] | None) -> list[str]:
+    unknown = [name for name in names or () if name not in DIMENSIONS]
+    if unknown:
+        raise ConfigError(f"dimensions {unknown} do not exist; allowed: {', '.join(DIMENSIONS)}")
+    return [name for name in DIMENSIONS if names is None or name in names]

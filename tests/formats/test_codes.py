@@ -95,7 +95,9 @@ def test_the_low_nibble_is_the_even_column():
 def test_unpack_inverts_pack(rows):
     codes = torch.tensor(rows, dtype=torch.uint8)
     packed = e2m1.pack(codes)
-    assert packed.tolist() == [[a + 16 * b for a, b in zip(r[::2], r[1::2], strict=True)] for r in rows]
+    assert packed.tolist() == [
+        [a + 16 * b for a, b in zip(r[::2], r[1::2], strict=True)] for r in rows
+    ]
     assert torch.equal(e2m1.unpack(packed), codes)
 
 

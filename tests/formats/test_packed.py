@@ -146,7 +146,7 @@ def test_rows_blocks_and_experts_are_row_major():
 
 
 def test_gate_and_up_keep_their_own_global_scales():
-    """Field fault A1: the same bytes under 2^-9 and 2^-6, swapped in the second half of the experts."""
+    """Field fault A1: the same bytes under 2^-9 and 2^-6, swapped in half of the experts."""
     codes = u8([(i * 37 + 11) % 256 for i in range(4 * 32 * 32)]).view(4, 32, 32)
     scales = u8([i % 0x7F for i in range(4 * 32 * 4)]).view(4, 32, 4)
     gate = nvfp4(codes, scales, [2.0**-9, 2.0**-9, 2.0**-6, 2.0**-6])
@@ -162,7 +162,9 @@ def test_gate_and_up_keep_their_own_global_scales():
 
 @pytest.mark.parametrize("op", ["multiply", "divide"])
 def test_global_scale_takes_one_rounding(op, rng):
-    accumulator = torch.randn(400, generator=rng) * 2.0 ** torch.randint(-140, 100, (400,), generator=rng)
+    accumulator = torch.randn(400, generator=rng) * 2.0 ** torch.randint(
+        -140, 100, (400,), generator=rng
+    )
     scales = [3.85e-5, 1 / 3, 2687.0, 2.0**-10, 1e-30, 1e-42, 3e38]
     weight = nvfp4(PACKED_16.expand(7, 1, 8), u8([0x38] * 7).view(7, 1, 1), scales, op)
     two_roundings = 0

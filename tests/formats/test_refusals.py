@@ -1,4 +1,4 @@
-"""What a PackedWeight refuses, and that each message names the place, the value and what is allowed."""
+"""What a PackedWeight refuses; each message names the place, the value and what is allowed."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def parts(format, experts=2, rows=3, columns=64):
 
 
 def refuses(error, format, changed, *words, op="multiply"):
-    """Raises `error` with every word in its message; `changed` maps the part's index to its value."""
+    """Raises `error` with every word in its message; `changed`: index of a part -> its value."""
     values = [changed.get(i, part) for i, part in enumerate(parts(format))]
     with pytest.raises(error) as caught:
         PackedWeight(format, *values, global_scale_op=op)
@@ -46,7 +46,9 @@ def test_global_scale_op(format):
 
 def test_dtypes_ranks_and_types():
     codes, scales, global_scale = parts("nvfp4")
-    refuses(ConfigError, "nvfp4", {0: codes.to(torch.int8)}, "codes is torch.int8 (2, 3, 32)", "uint8")
+    refuses(
+        ConfigError, "nvfp4", {0: codes.to(torch.int8)}, "codes is torch.int8 (2, 3, 32)", "uint8"
+    )
     refuses(ConfigError, "nvfp4", {0: codes[0]}, "codes is torch.uint8 (3, 32)", "3 dimensions")
     refuses(ConfigError, "nvfp4", {0: codes.tolist()}, "codes is [[[34,")
     refuses(ConfigError, "nvfp4", {1: scales.float()}, "scales is torch.float32", "uint8")
@@ -80,8 +82,12 @@ def test_parts_that_a_format_does_not_have():
 
 def test_columns_that_do_not_fill_blocks():
     codes, _, _ = parts("nvfp4")
-    refuses(Unsupported, "nvfp4", {0: codes[..., :12]}, "k is 24 in a nvfp4 weight", "multiple of 16")
-    refuses(Unsupported, "mxfp4", {0: codes[..., :24]}, "k is 48 in a mxfp4 weight", "multiple of 32")
+    refuses(
+        Unsupported, "nvfp4", {0: codes[..., :12]}, "k is 24 in a nvfp4 weight", "multiple of 16"
+    )
+    refuses(
+        Unsupported, "mxfp4", {0: codes[..., :24]}, "k is 48 in a mxfp4 weight", "multiple of 32"
+    )
     bf16 = torch.ones(1, 1, 40, dtype=torch.bfloat16)
     refuses(Unsupported, "bf16", {0: bf16}, "k is 40 in a bf16 weight", "multiple of 16")
 

@@ -18,7 +18,7 @@ E4M3_POWERS = [1, 2, 4, *range(8, 0x7F, 8)]
 
 
 def weight_of(format, exponents, zero_blocks=()):
-    """One expert of one row, whose blocks have these exponents; zero_blocks hold only zero codes."""
+    """One expert of one row, whose blocks have these exponents; zero_blocks hold zero codes."""
     codes = torch.full((1, 1, len(exponents), BLOCK[format] // 2), 0x08, dtype=torch.uint8)
     codes[..., 3] = 0x70
     codes[:, :, list(zero_blocks)] = 0x80

@@ -8,7 +8,7 @@ from torch import Tensor
 from exactmoe import ExpertBank, MoEConfig, MoELayer, PackedWeight, quantize_experts
 from exactmoe.formats import e2m1
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "cpu")
 FORMATS = ("nvfp4", "mxfp4")
 CLASSES = ("a16", "a8")
 E2M1 = torch.tensor(

@@ -150,7 +150,7 @@ def test_banned_marks_finds(tmp_path, mark):
 
 
 TREE = """
-```tree
+```
 src/exactmoe/
 L0 errors.py         what went wrong
    bank/             weights
@@ -164,8 +164,8 @@ A word in a sentence such as gone.py is no tree.
 
 def test_design_tree_finds(tmp_path):
     assert structure.design_tree(tmp_path) == []
-    plant(tmp_path, "docs/design.md", TREE.replace("```tree", "```"))
-    missing = "docs/design.md has no fence opened with ```tree"
+    plant(tmp_path, "docs/design.md", TREE.replace("src/exactmoe/", "here"))
+    missing = "docs/design.md has no fence that begins with src/exactmoe/"
     assert structure.design_tree(tmp_path) == [missing]
     plant(tmp_path, "docs/design.md", TREE)
     plant(tmp_path, "docs/log.md", "")

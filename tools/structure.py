@@ -232,9 +232,9 @@ def banned_marks(root: Path) -> list[str]:
 
 
 def design_tree(root: Path) -> list[str]:
-    """Each file and folder named in a fenced tree of docs/design.md exists.
+    """Each file and folder named in the tree of docs/design.md exists.
 
-    The tree is a fence opened with ```tree. The first word of a line, after an optional level such
+    The tree is the fence whose first line is src/exactmoe/. The first word of a line, after an optional level such
     as `L2`, is a path. A line that stands further right than a folder above it lies in that folder;
     all others lie at the root or in src/exactmoe.
     """
@@ -242,12 +242,13 @@ def design_tree(root: Path) -> list[str]:
     if not design.is_file():
         return []
     lines = design.read_text(encoding="utf-8").splitlines()
-    found = [] if "```tree" in lines else ["docs/design.md has no fence opened with ```tree"]
+    first = f"src/{PACKAGE}/"
+    found = [] if first in lines else [f"docs/design.md has no fence that begins with {first}"]
     folders: list[tuple[int, Path]] = []
     inside = False
     for number, text in enumerate(lines, start=1):
         if text.startswith("```"):
-            inside, folders = text.strip() == "```tree", []
+            inside, folders = not inside and lines[number : number + 1] == [first], []
         entry = re.match(r"(?:L\d+ )?([ │├└─]*)([\w./-]+)(?:\s|$)", text) if inside else None
         if entry is None:
             continue

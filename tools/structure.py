@@ -234,9 +234,9 @@ def banned_marks(root: Path) -> list[str]:
 def design_tree(root: Path) -> list[str]:
     """Each file and folder named in the tree of docs/design.md exists.
 
-    The tree is the fence whose first line is src/exactmoe/. The first word of a line, after an optional level such
-    as `L2`, is a path. A line that stands further right than a folder above it lies in that folder;
-    all others lie at the root or in src/exactmoe.
+    The tree is the fence whose first line is src/exactmoe/. The first word of a line, after an
+    optional level such as `L2`, is a path. A line that stands further right than a folder above
+    it lies in that folder; all others lie at the root or in src/exactmoe.
     """
     design = root / "docs" / "design.md"
     if not design.is_file():

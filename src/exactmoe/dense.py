@@ -80,7 +80,7 @@ class DenseMLP(Block):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x bfloat16 [T, H] -> y [T, H]. x is not written; y shares memory with nothing."""
         check_x(x, self.hidden_size, self.device)
-        y = output(out, x, self.hidden_size, self.numerics.output)
+        y = output(out, {"x": x}, self.hidden_size, self.numerics.output)
         path = ops.path(self.plan().backend)
         with self._arena().lock:
             space = self._workspace()

@@ -174,7 +174,7 @@ class MoELayer(Block):
             )
         check_x(x, self.config.hidden_size, self.device)
         check_token_ids(token_ids, x.shape[0], router.table)
-        y = output(out, x, self.config.hidden_size, self.numerics.output)
+        y = output(out, {"x": x}, self.config.hidden_size, self.numerics.output)
         path = ops.path(self.plan().backend)
         with self._arena().lock:
             space = self._workspace()
@@ -201,8 +201,9 @@ class MoELayer(Block):
         Ids may repeat.
         """
         check_x(x, self.config.hidden_size, self.device)
-        check_routes(expert_ids, weights, x.shape[0], self.config.top_k)
-        y = output(out, x, self.config.hidden_size, self.numerics.output)
+        check_routes(expert_ids, weights, x.shape[0], self.config.top_k, self.device)
+        inputs = {"x": x, "expert_ids": expert_ids, "weights": weights}
+        y = output(out, inputs, self.config.hidden_size, self.numerics.output)
         path = ops.path(self.plan().backend)
         with self._arena().lock:
             space = self._workspace()

@@ -1,5 +1,7 @@
 """The door of a layer: what a caller gives is checked here, once; messages hold the values."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -8,24 +10,39 @@ from exactmoe.errors import ConfigError, Unsupported
 OUTPUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{name} is {type(value).__name__}; allowed: a tensor")
+
+
+def _require_place(name: str, value: Tensor, device: torch.device) -> None:
+    """On the layer's device, and outside autograd."""
+    if value.device != device:
+        raise ConfigError(f"{name} is on {value.device}; the layer's weights are on {device}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            f"{name} requires a gradient; this is inference only: call it under torch.no_grad()"
+        )
+
+
 def check_x(x: Tensor, hidden_size: int, device: torch.device) -> None:
     """x must be bfloat16 [T, hidden_size] on `device`, outside autograd."""
-    if not isinstance(x, Tensor):
-        raise ConfigError(f"x is {type(x).__name__}; allowed: a tensor")
+    _require_tensor("x", x)
     if x.dtype != torch.bfloat16:
         raise Unsupported(f"x is {x.dtype}; allowed: torch.bfloat16 (nothing is cast silently)")
     if x.ndim != 2 or x.shape[1] != hidden_size:
         raise ConfigError(f"x has shape {tuple(x.shape)}; allowed: [T, {hidden_size}]")
-    if x.device != device:
-        raise ConfigError(f"x is on {x.device}; the layer's weights are on {device}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise Unsupported(
-            "x requires a gradient; this is inference only: call it under torch.no_grad()"
-        )
+    _require_place("x", x, device)
 
 
-def check_routes(expert_ids: Tensor, weights: Tensor, num_tokens: int, top_k: int) -> None:
-    """ids int32 or int64 [T, K], weights float32 [T, K], K at most the layer's top_k."""
+def check_routes(
+    expert_ids: Tensor, weights: Tensor, num_tokens: int, top_k: int, device: torch.device
+) -> None:
+    """ids int32 or int64 [T, K], weights float32 [T, K], K at most the layer's top_k; on `device`,
+    outside autograd.
+    """
+    _require_tensor("expert_ids", expert_ids)
+    _require_tensor("weights", weights)
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise ConfigError(f"expert_ids are {expert_ids.dtype}; allowed: int32, int64")
     if expert_ids.ndim != 2 or expert_ids.shape[0] != num_tokens or expert_ids.shape[1] > top_k:
@@ -38,21 +55,25 @@ def check_routes(expert_ids: Tensor, weights: Tensor, num_tokens: int, top_k: in
             f"weights are {weights.dtype} {tuple(weights.shape)}; "
             f"allowed: torch.float32 {tuple(expert_ids.shape)}"
         )
+    _require_place("expert_ids", expert_ids, device)
+    _require_place("weights", weights, device)
 
 
 def check_token_ids(token_ids: Tensor | None, num_tokens: int, table: Tensor | None) -> None:
-    """A hash layer needs the token ids, int32 or int64 [T]; each must be a row of its table
-    (checked on a CPU).
+    """A hash layer needs the token ids, int32 or int64 [T] on its device; each must be a row of its
+    table (checked on a CPU).
     """
     if table is None:
         return
     if token_ids is None:
         raise ConfigError("token_ids are missing; a hash layer takes its expert ids from them")
+    _require_tensor("token_ids", token_ids)
     if token_ids.dtype not in (torch.int32, torch.int64) or tuple(token_ids.shape) != (num_tokens,):
         raise ConfigError(
             f"token_ids are {token_ids.dtype} {tuple(token_ids.shape)}; "
             f"allowed: int32, int64 [{num_tokens}]"
         )
+    _require_place("token_ids", token_ids, table.device)
     if token_ids.device.type == "cpu" and num_tokens:
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= table.shape[0]:
@@ -61,13 +82,17 @@ def check_token_ids(token_ids: Tensor | None, num_tokens: int, table: Tensor | N
             )
 
 
-def output(out: Tensor | None, x: Tensor, hidden_size: int, output_type: str) -> Tensor:
+def output(
+    out: Tensor | None, inputs: Mapping[str, Tensor], hidden_size: int, output_type: str
+) -> Tensor:
     """`out` after checks, or a new y: [T, hidden_size] of the output type, the only allocation of a
-    call.
+    call. `inputs` are the call's tensors by name, x among them; `out` may share memory with none.
     """
+    x = inputs["x"]
     shape, dtype = (x.shape[0], hidden_size), OUTPUT_DTYPES[output_type]
     if out is None:
         return torch.empty(shape, dtype=dtype, device=x.device)
+    _require_tensor("out", out)
     if (
         out.dtype != dtype
         or tuple(out.shape) != shape
@@ -79,6 +104,9 @@ def output(out: Tensor | None, x: Tensor, hidden_size: int, output_type: str) ->
             f"contiguous {out.is_contiguous()}; "
             f"allowed: {dtype} {shape} on {x.device}, contiguous"
         )
-    if out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and out.numel():
-        raise ConfigError("out shares memory with x; allowed: memory of its own")
+    _require_place("out", out, x.device)
+    memory = out.untyped_storage().data_ptr()
+    for name, given in inputs.items():
+        if out.numel() and given.untyped_storage().data_ptr() == memory:
+            raise ConfigError(f"out shares memory with {name}; allowed: memory of its own")
     return out

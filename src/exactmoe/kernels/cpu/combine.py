@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exactmoe.kernels.cpu.compile import device, kernel
+from exactmoe.kernels.cpu.compile import device, kernel_jit
 from exactmoe.kernels.cpu.functions import bf16_bits, canonical
 from exactmoe.kernels.cpu.intrinsics import bits32, next_piece
 
@@ -39,7 +39,7 @@ def _store(value, y_f32, y_bf16, token, column):
         y_bf16[token, column] = np.uint16(bf16_bits(value))
 
 
-@kernel
+@kernel_jit
 def combine(slots, expert_ids, weights, num_experts, weighted, shared, y_f32, y_bf16, counter):
     """slots float32 [S, H], ids int32 [T, K], weights float32 [T, K], shared float32 [T, H] or [0,
     H].
@@ -81,7 +81,7 @@ def combine(slots, expert_ids, weights, num_experts, weighted, shared, y_f32, y_
             _store(value, y_f32, y_bf16, token, first + c)
 
 
-@kernel
+@kernel_jit
 def finish(dense, y_f32, y_bf16, counter):
     """y = +0 + dense, float32 [T, H], rounded once; y_f32 and y_bf16 as in combine."""
     while True:

@@ -35,7 +35,7 @@ def _cached(decorate: Callable, function: Callable) -> Callable:
         config.CACHE_DIR = before
 
 
-def kernel(function: Callable) -> Callable:
+def kernel_jit(function: Callable) -> Callable:
     """A function that a launcher calls: compiled when first called, kept on disk, no GIL."""
     return _cached(numba.njit(nogil=True, cache=True, **OPTIONS), function)
 

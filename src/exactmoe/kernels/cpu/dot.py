@@ -148,14 +148,22 @@ def _tile(typing, format, num_tokens, rows, row_scales, table, tokens, token_sca
     return types.void(format, num_tokens, *[types.int64] * 7), generate
 
 
-@cache
-def tile(format: str, num_tokens: int) -> Callable:
-    """The compiled tile of ROWS rows of a weight format by num_tokens (1 or 4) tokens."""
+SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64)"
+
+
+def tile_source(format: str, num_tokens: int) -> Callable:
+    """The function that numba compiles to a tile of ROWS rows by num_tokens (1 or 4) tokens."""
 
     def body(rows, row_scales, table, tokens, token_scales, geometry, out):
         _tile(format, num_tokens, rows, row_scales, table, tokens, token_scales, geometry, out)
 
-    return entry("void(int64, int64, int64, int64, int64, int64, int64)")(body)
+    return body
+
+
+@cache
+def tile(format: str, num_tokens: int) -> Callable:
+    """The compiled tile of a weight format by num_tokens tokens."""
+    return entry(SIGNATURE)(tile_source(format, num_tokens))
 
 
 def tile_address(format: str, num_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exactmoe.kernels.cpu.compile import kernel
+from exactmoe.kernels.cpu.compile import kernel_jit
 from exactmoe.kernels.cpu.functions import canonical, round_bf16
 from exactmoe.kernels.cpu.intrinsics import next_piece
 from exactmoe.kernels.cpu.project import (
@@ -15,7 +15,7 @@ from exactmoe.kernels.cpu.project import (
 )
 
 
-@kernel
+@kernel_jit
 def down(values, scales, weight, routes, geometry, round_slot, out, counter):
     """out float32 [S, H] at each slot's own place; values float32 [S, I]; the rest: gate_up.py."""
     offsets, slots = routes

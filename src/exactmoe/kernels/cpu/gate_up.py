@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exactmoe.kernels.cpu.compile import kernel
+from exactmoe.kernels.cpu.compile import kernel_jit
 from exactmoe.kernels.cpu.functions import canonical, round_bf16, swiglu32
 from exactmoe.kernels.cpu.intrinsics import next_piece
 from exactmoe.kernels.cpu.project import (
@@ -15,7 +15,7 @@ from exactmoe.kernels.cpu.project import (
 )
 
 
-@kernel
+@kernel_jit
 def gate_up(values, scales, gate, up, routes, geometry, weights, limit, round_h, h, counter):
     """h float32 [S, I] at each slot's own place.
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exactmoe.kernels.cpu.compile import device, kernel
+from exactmoe.kernels.cpu.compile import device, kernel_jit
 from exactmoe.kernels.cpu.functions import F32_NAN
 from exactmoe.kernels.cpu.intrinsics import bits32, float32_of, next_piece
 
@@ -33,7 +33,7 @@ def e4m3(value):
     return _ZERO if rounded == _ZERO else signed
 
 
-@kernel
+@kernel_jit
 def quantize(values, out, scales, counter):
     """values float32 [T, K] -> out float32 [T, K], scales float32 [T, K // 128]."""
     num_rows, num_groups = scales.shape

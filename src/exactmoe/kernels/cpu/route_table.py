@@ -1,9 +1,9 @@
 """route_table: the slots of a call, sorted by expert, stable."""
 
-from exactmoe.kernels.cpu.compile import kernel
+from exactmoe.kernels.cpu.compile import kernel_jit
 
 
-@kernel
+@kernel_jit
 def route_table(expert_ids, offsets, slots, fault):
     """expert_ids int32 [S] -> offsets [E + 1], slots [S], fault [1], int64 (runtime/routes.py)."""
     num_experts = offsets.shape[0] - 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exactmoe.kernels.cpu.compile import device, kernel
+from exactmoe.kernels.cpu.compile import device, kernel_jit
 from exactmoe.kernels.cpu.dot import ROWS
 from exactmoe.kernels.cpu.functions import canonical, round_bf16, sigmoid_score, sqrt_softplus_score
 from exactmoe.kernels.cpu.intrinsics import call_tile, next_piece
@@ -19,7 +19,7 @@ def _rounded(value, ladder):
     return round_bf16(value) if ladder else value
 
 
-@kernel
+@kernel_jit
 def logits(x, weight, tile_1, tile_4, out, counter):
     """x float32 [T, H], weight float32 [E, H], addresses of the f32 tiles -> out float32 [T, E]."""
     num_tokens, columns = x.shape
@@ -80,7 +80,7 @@ def _better(key, best):
     return key > best or (best != best and key == key)
 
 
-@kernel
+@kernel_jit
 def select(
     logits, bias, table, token_ids, sigmoid, factor, normalize, ladder, expert_ids, weights, counter
 ):

@@ -4,26 +4,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight, exponent_range
-from exactmoe.formats.scales import E4M3_VALUES, E8M0_BIAS, power_of_two
+from exactmoe.formats.scales import E4M3_VALUES, E8M0_BIAS
 from exactmoe.kernels.cpu.dot import tile_address
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def _powers_of_two(exponents: Integers) -> Floats:
+    """2^exponent as float32, by bits: a caller that flushes subnormals must not change a weight."""
+    normal = (exponents + 127) << 23
+    subnormal = np.int64(1) << (exponents + 149).clip(0)
+    bits = np.where(exponents >= -126, normal, np.where(exponents >= -149, subnormal, 0))
+    return bits.astype(np.uint32).view(np.float32)
+
 
 _E4M3 = E4M3_VALUES.numpy()
 # 2^d for d = -510 ... 255 with d > 0 read as 0: only blocks of zeros lie above p, and their zeros
 # must not meet an Inf.
 _LOWEST = -510
-_POWERS = power_of_two(torch.arange(_LOWEST, 256).clamp(max=0)).numpy()
+_POWERS = _powers_of_two(np.arange(_LOWEST, 256).clip(max=0))
 _UNUSED = np.zeros(1, np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class CpuWeight:
-    """A packed weight as the kernels read it (kernels/cpu/project.py). It holds the packed
-    tensors; nothing is copied.
+    """A packed weight as the kernels read it (kernels/cpu/project.py): addresses, not copies.
 
     Attributes:
         weight: the packed weight, kept so that the addresses stay valid.
@@ -33,9 +43,9 @@ class CpuWeight:
     """
 
     weight: PackedWeight
-    experts: np.ndarray[Any, np.dtype[np.int64]]
-    factors: np.ndarray[Any, np.dtype[np.float32]]
-    layout: np.ndarray[Any, np.dtype[np.int64]]
+    experts: Integers
+    factors: Floats
+    layout: Integers
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -69,7 +79,7 @@ def prepare(weight: PackedWeight) -> CpuWeight:
         experts[:, 2] = _POWERS.ctypes.data - 4 * (
             high.numpy().astype(np.int64) + E8M0_BIAS + _LOWEST
         )
-        factors = power_of_two(high).numpy()
+        factors = _powers_of_two(high.numpy().astype(np.int64))
     if weight.global_scale is not None:
         factors = weight.global_scale.contiguous().numpy()
     layout = np.array(

@@ -1,0 +1,147 @@
+"""Routed experts on the CPU: ours on packed NVFP4 beside transformers' eager bf16 experts, in one run.
+
+    python benchmarks/cpu_moe.py --tokens 1 16 --threads 2
+
+Both hold the same weights (theirs dequantised and rounded to bf16). Times are medians; calls take
+turns.
+The error is the relative L2 distance from float64 on the packed weights, for the first tokens.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import Glm4MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
+
+from exactmoe import ExpertBank, MoEConfig, MoELayer, PackedWeight
+from exactmoe.formats import dequantize
+
+TRUTH_TOKENS = 2
+
+
+def random_weight(experts: int, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
+    """NVFP4 bytes of roughly normal weights, without quantising gigabytes."""
+    codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=rng)
+    scale_shape = (experts, rows, columns // 16)
+    scales = torch.randint(0x40, 0x58, scale_shape, dtype=torch.uint8, generator=rng)
+    global_scale = torch.full((experts,), 1 / (16 * columns**0.5))
+    return PackedWeight("nvfp4", codes, scales, global_scale)
+
+
+def one_expert(weight: PackedWeight, expert: int) -> Tensor:
+    """One expert's true weights, float64 [N, K]."""
+    part = slice(expert, expert + 1)
+    assert weight.scales is not None and weight.global_scale is not None
+    single = PackedWeight(
+        weight.format, weight.codes[part], weight.scales[part], weight.global_scale[part]
+    )
+    return dequantize(single)[0]
+
+
+def eager_experts(bank: ExpertBank, top_k: int) -> torch.nn.Module:
+    """transformers' experts in bf16, holding the dequantised weights of the bank."""
+    config = Glm4MoeConfig(
+        hidden_size=bank.hidden_size,
+        moe_intermediate_size=bank.intermediate_size,
+        n_routed_experts=bank.num_experts,
+        num_experts_per_tok=top_k,
+    )
+    config._experts_implementation = "eager"
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    experts = Glm4MoeExperts(config)
+    torch.set_default_dtype(default)
+    with torch.no_grad():
+        for e in range(bank.num_experts):
+            fused = torch.cat([one_expert(bank.gate, e), one_expert(bank.up, e)])
+            experts.gate_up_proj[e].copy_(fused)
+            experts.down_proj[e].copy_(one_expert(bank.down, e))
+    return experts
+
+
+def truth(bank: ExpertBank, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """float64 [T, H] of the first tokens."""
+    result = torch.zeros(len(x), bank.hidden_size, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+            row = x[token].double()
+            gate, up = one_expert(bank.gate, expert) @ row, one_expert(bank.up, expert) @ row
+            h = gate * torch.sigmoid(gate) * up
+            result[token] += weight * (one_expert(bank.down, expert) @ h)
+    return result
+
+
+def medians(calls: list[Callable[[], Tensor]], seconds: float) -> list[float]:
+    """Median seconds of each call; they take turns until the time is over, at least 5 turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def processor() -> str:
+    """The processor's name, as Linux gives it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=2048)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=5.0, help="time for each width")
+    parser.add_argument("--numerics", default="a16", choices=["a16", "a8"])
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def main() -> None:
+    """Times both at every width and prints a table."""
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    rng = torch.Generator().manual_seed(0)
+    hidden, inner, experts = args.hidden, args.intermediate, args.experts
+    gate, up = (random_weight(experts, inner, hidden, rng) for _ in range(2))
+    bank = ExpertBank(gate, up, random_weight(experts, hidden, inner, rng))
+    config = MoEConfig(hidden, inner, experts, args.top_k, numerics=args.numerics)
+    layer = MoELayer(config, bank)
+    eager = eager_experts(bank, args.top_k)
+    print(f"{processor()}, {args.threads} threads, torch {torch.__version__}")
+    print(f"H {hidden}, I {inner}, {experts} experts, top {args.top_k}, {args.numerics}, NVFP4")
+    print("tokens  ours ms  eager bf16 ms  faster  our error  eager error")
+    for tokens in args.tokens:
+        x = torch.randn(tokens, hidden, generator=rng).bfloat16()
+        scores = torch.rand(tokens, experts, generator=rng)
+        weights, ids = scores.topk(args.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        calls = [lambda: layer.experts(x, ids, weights), lambda: eager(x, ids, weights)]  # noqa: B023
+        ours, theirs = medians(calls, args.seconds)
+        few = slice(0, TRUTH_TOKENS)
+        true = truth(bank, x[few], ids[few], weights[few])
+        errors = [float((c()[few].double() - true).norm() / true.norm()) for c in calls]
+        print(
+            f"{tokens:6} {ours * 1e3:8.2f} {theirs * 1e3:14.2f} {theirs / ours:6.2f}x "
+            f"{errors[0]:10.1e} {errors[1]:12.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()

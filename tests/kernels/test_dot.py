@@ -1,0 +1,152 @@
+"""The tiles: order of the 16 lanes, chains, every code under every scale, and the machine code."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+import torch
+from layers import assert_same_bits
+from paths import random_weight
+from torch import Tensor
+
+from exactmoe.formats import PackedWeight, operand
+from exactmoe.kernels.cpu import dot as kernels
+from exactmoe.kernels.cpu.compile import OPTIONS
+from exactmoe.ops.cpu.prepare import CpuWeight, prepare
+from exactmoe.reference import dot, dot_dense, dot_scaled
+from exactmoe.reference.functions import canonical
+
+FORMATS = ("nvfp4", "mxfp4", "bf16")
+TILES = [(format, tokens) for format in (*FORMATS, "f32") for tokens in kernels.TOKENS]
+
+
+def addresses(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def run(
+    weight: CpuWeight, x: Tensor, chain: int, scales: Tensor | None = None, format: str = ""
+) -> Tensor:
+    """The first 4 rows of expert 0 by 1 or 4 tokens: float32 [T, 4] before the epilogue."""
+    tokens = len(x)
+    codes, block_scales, table = (int(a) for a in weight.experts[0])
+    layout = weight.layout
+    rows = addresses(*(codes + r * int(layout[2]) for r in range(4)))
+    row_scales = addresses(*(block_scales + r * int(layout[3]) for r in range(4)))
+    one = torch.ones(1)
+    token_rows = addresses(*(row.data_ptr() for row in x))
+    token_scales = addresses(
+        *((one if scales is None else scales[t]).data_ptr() for t in range(tokens))
+    )
+    geometry = addresses(x.shape[1], chain, 0 if scales is None else 4)
+    out = torch.full((tokens, 4), 7.0)
+    arrays = (rows, row_scales, table, token_rows, token_scales, geometry, out.numpy())
+    tile = kernels.tile(format or weight.weight.format, tokens)
+    tile.ctypes(*(a if isinstance(a, int) else a.ctypes.data for a in arrays))
+    return out
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tokens", kernels.TOKENS)
+@pytest.mark.parametrize("columns", [32, 64, 160, 1056])
+def test_one_chain(format, tokens, columns, rng):
+    weight = random_weight(rng, format, 1, 4, columns)
+    x = torch.randn(tokens, columns, generator=rng).bfloat16().float()
+    assert_same_bits(run(prepare(weight), x, columns), dot(operand(weight, 0), x))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tokens", kernels.TOKENS)
+def test_chains_with_scales(format, tokens, rng):
+    weight = random_weight(rng, format, 1, 4, 384)
+    x = torch.randn(tokens, 384, generator=rng).bfloat16().float()
+    scales = torch.rand(tokens, 3, generator=rng)
+    found = run(prepare(weight), x, 128, scales)
+    assert_same_bits(found, dot_scaled(operand(weight, 0), x, scales))
+
+
+def test_segments_the_last_one_shorter(rng):
+    weight = random_weight(rng, "bf16", 1, 4, 4096 + 48)
+    x = torch.randn(4, 4096 + 48, generator=rng)
+    assert_same_bits(run(prepare(weight), x, 4096), dot_dense(operand(weight, 0), x))
+
+
+@pytest.mark.parametrize("tokens", kernels.TOKENS)
+def test_f32_rows(tokens, rng):
+    w, x = torch.randn(4, 96, generator=rng), torch.randn(tokens, 96, generator=rng)
+    weight = prepare(PackedWeight("bf16", w.bfloat16()[None]))
+    weight.experts[0, 0], weight.layout[2] = w.data_ptr(), 4 * 96
+    assert_same_bits(run(weight, x, 96, format="f32"), dot(w, x))
+
+
+@pytest.mark.parametrize("tokens", kernels.TOKENS)
+def test_every_nvfp4_code_under_every_scale(tokens):
+    """x picks one element at a time: what comes out is the operand itself."""
+    codes = torch.arange(16).repeat_interleave(16).view(16, 16)
+    columns = torch.arange(127)
+    for first in range(0, 16, 4):
+        packed = (codes[first : first + 4, ::2] | codes[first : first + 4, 1::2] << 4).byte()
+        weight = PackedWeight(
+            "nvfp4",
+            packed.repeat(1, 127)[None],
+            columns.byte().expand(1, 4, 127).contiguous(),
+            torch.ones(1),
+        )
+        prepared, expected = prepare(weight), operand(weight, 0)
+        for column in range(0, 127 * 16, 17):
+            x = torch.zeros(tokens, 127 * 16)
+            x[:, column] = 1.0
+            found = run(prepared, x, 127 * 16)
+            assert torch.equal(found, expected[:, column].expand(tokens, 4))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-40])
+def test_special_values(value, rng):
+    weight = random_weight(rng, "nvfp4", 1, 4, 64)
+    x = torch.randn(4, 64, generator=rng).bfloat16().float()
+    x[1, 5] = value
+    found, expected = run(prepare(weight), x, 64), dot(operand(weight, 0), x)
+    assert_same_bits(canonical(found), canonical(expected))
+
+
+@pytest.mark.parametrize(("format", "tokens"), TILES)
+def test_arithmetic_is_neither_contracted_nor_reordered(format, tokens):
+    source = kernels.tile_source(format, tokens)
+    compiled = numba.njit(kernels.SIGNATURE, **OPTIONS)(source)
+    (llvm,), (assembly,) = compiled.inspect_llvm().values(), compiled.inspect_asm().values()
+    operations = re.findall(r"= f(?:mul|add|sub|div)\b[^\n]*", llvm)
+    assert operations
+    flags = re.compile(r"\b(fast|contract|reassoc|arcp|afn|nnan|ninf|nsz)\b")
+    assert not [line for line in operations if flags.search(line)]
+    # The only fused operation is the one that is written, at the end of a chain.
+    assert "llvm.fmuladd" not in llvm
+    assert len(set(re.findall(r"call[^\n]*@(llvm\.fma\.\w+)\(", llvm))) == 1
+    if platform.machine() == "x86_64":
+        assert 1 <= len(re.findall(r"\bvfn?m(?:add|sub)\w+", assembly)) <= 2
+
+
+def test_the_same_bits_on_a_processor_without_wide_registers():
+    """The tile compiled for any x86-64 or ARMv8: 4 lanes at a time, fma from libm."""
+    program = "import test_dot; print(test_dot.digest())"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    switches = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "PYTHONPATH": path}
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, **switches}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == digest()
+
+
+def digest() -> str:
+    """The bytes of a tile, for a comparison of processes."""
+    rng = torch.Generator().manual_seed(3)
+    weight = random_weight(rng, "nvfp4", 1, 4, 256)
+    x = torch.randn(4, 256, generator=rng).bfloat16().float()
+    found = run(prepare(weight), x, 128, torch.rand(4, 2, generator=rng))
+    return found.numpy().tobytes().hex()

@@ -1,0 +1,46 @@
+"""prepare: addresses into the packed bytes, epilogue factors, refusals."""
+
+import numpy as np
+import pytest
+import torch
+from paths import random_weight
+
+from exactmoe.errors import Unsupported
+from exactmoe.formats import PackedWeight
+from exactmoe.formats.scales import power_of_two
+from exactmoe.ops.cpu.prepare import _powers_of_two, prepare
+
+
+def test_nothing_is_copied(rng):
+    weight = random_weight(rng, "nvfp4", 3, 8, 32)
+    prepared = prepare(weight)
+    assert weight.scales is not None
+    assert prepared.experts[:, 0].tolist() == [w.data_ptr() for w in weight.codes]
+    assert prepared.experts[:, 1].tolist() == [w.data_ptr() for w in weight.scales]
+    held = sum(array.nbytes for array in prepared.arrays)
+    assert held <= 3 * 28 + 7 * 8
+
+
+def test_factors(rng):
+    nvfp4 = random_weight(rng, "nvfp4", 3, 4, 32)
+    assert nvfp4.global_scale is not None
+    assert prepare(nvfp4).factors.tolist() == nvfp4.global_scale.tolist()
+    assert prepare(random_weight(rng, "bf16", 2, 4, 32)).factors.tolist() == [1.0, 1.0]
+    codes = torch.full((3, 1, 32), 0x11, dtype=torch.uint8)
+    scales = torch.tensor([[[100, 90]], [[0, 0]], [[254, 200]]], dtype=torch.uint8)
+    codes[2, 0, :16] = 0x80  # zeros do not decide the largest exponent
+    factors = prepare(PackedWeight("mxfp4", codes, scales)).factors
+    assert factors.tolist() == [2.0**-27, 2.0**-127, 2.0**73]
+
+
+def test_powers_of_two_by_bits():
+    exponents = np.arange(-200, 128)
+    expected = power_of_two(torch.from_numpy(exponents)).numpy()
+    assert np.array_equal(_powers_of_two(exponents).view(np.uint32), expected.view(np.uint32))
+
+
+def test_columns_must_be_contiguous(rng):
+    weight = random_weight(rng, "bf16", 2, 32, 16)
+    turned = PackedWeight("bf16", weight.codes.transpose(1, 2))
+    with pytest.raises(Unsupported, match="last stride 1"):
+        prepare(turned)

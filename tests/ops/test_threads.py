@@ -1,0 +1,118 @@
+"""Threads and the floating-point environment of the CPU backend."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from paths import Call, assert_same_parts
+
+from exactmoe import ops
+from exactmoe.config import Numerics
+from exactmoe.errors import ConfigError
+from exactmoe.ops.cpu import threads
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    """Subnormals are flushed to zero on this thread, as a host program may have asked for."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def subnormals_are_flushed() -> bool:
+    return bool((torch.full((64,), 2.0**-126) * 0.5 == 0).all())
+
+
+def small_call(rng: torch.Generator) -> Call:
+    """Gates that are subnormal after their epilogue, and rows of `up` that bring h back to size."""
+    call = Call.random(rng, "mxfp4", "a16", (64, 64), 9)
+    assert call.gate.scales is not None and call.up.scales is not None
+    scales = torch.randint(0, 21, call.gate.scales.shape, generator=rng).byte()
+    gate, up = replace(call.gate, scales=scales), replace(call.up, scales=call.up.scales + 60)
+    small = (call.x * 2.0**-20).bfloat16().float()
+    return replace(call, x=small, gate=gate, up=up, swiglu_limit=None)
+
+
+@pytest.mark.parametrize("numerics", [Numerics(slot="f32", output="f32"), Numerics()])
+@pytest.mark.parametrize("count", ["1", "3"])
+def test_subnormals_are_kept_and_the_environment_is_given_back(count, numerics, rng, monkeypatch):
+    monkeypatch.setenv("EXACTMOE_THREADS", count)
+    monkeypatch.setattr(threads, "WORK_PER_THREAD", 1)
+    call = replace(small_call(rng), numerics=numerics, shared=None)
+    expected = call.run(ops.path("reference"))
+    with flushing():
+        assert subnormals_are_flushed()
+        found = call.run(ops.path("cpu"))
+        assert subnormals_are_flushed()
+    assert_same_parts(found, expected)
+
+
+def test_without_the_default_environment_the_bits_change(rng, monkeypatch):
+    """The fault that the test above looks for exists on this machine."""
+    call = replace(small_call(rng), numerics=Numerics(slot="f32", output="f32"), shared=None)
+    expected = call.run(ops.path("cpu"))
+    monkeypatch.setattr(threads, "_compute", lambda kernel, arguments: kernel(*arguments))
+    with flushing():
+        found = call.run(ops.path("cpu"))
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_parts(found, expected)
+
+
+def test_number_of_threads(monkeypatch):
+    monkeypatch.delenv("EXACTMOE_THREADS", raising=False)
+    assert threads.num_threads() == torch.get_num_threads()
+    monkeypatch.setenv("EXACTMOE_THREADS", "5")
+    assert threads.num_threads() == 5
+    monkeypatch.setenv("EXACTMOE_THREADS", "0")
+    with pytest.raises(ConfigError, match="EXACTMOE_THREADS"):
+        threads.num_threads()
+
+
+def test_every_piece_is_taken_once(monkeypatch):
+    monkeypatch.setenv("EXACTMOE_THREADS", "6")
+    taken = np.zeros(1000, np.int64)
+
+    def kernel(counts: np.ndarray, counter: np.ndarray) -> None:
+        while counter[0] < len(counts):
+            piece, counter[0] = counter[0], counter[0] + 1
+            counts[piece] += 1
+
+    threads.launch(kernel, (taken,), 1, 1 << 30)
+    assert taken.tolist() == [1] * 1000
+
+
+def test_an_error_in_another_thread_is_raised(monkeypatch):
+    monkeypatch.setenv("EXACTMOE_THREADS", "2")
+    calls = []
+
+    def kernel(counter: np.ndarray) -> None:
+        calls.append(counter)
+        if len(calls) == 2:
+            raise ValueError("second thread")
+
+    with pytest.raises(ValueError, match="second thread"):
+        threads.launch(kernel, (), 2, 1 << 30)
+
+
+def test_a_forked_child_computes_with_threads_of_its_own(rng, monkeypatch):
+    monkeypatch.setenv("EXACTMOE_THREADS", "2")
+    monkeypatch.setattr(threads, "WORK_PER_THREAD", 1)
+    call = Call.random(rng, "nvfp4", "a16", (64, 64), 5)
+    expected = call.run(ops.path("cpu"))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert_same_parts(call.run(ops.path("cpu")), expected)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0

@@ -126,7 +126,10 @@ def test_expert_tensor_deleted(tmp_path: Path, rng: torch.Generator, leaf: str) 
     path = write(tmp_path, glm_config(), tensors)
     report = _refused(path, 1, f"{path}: {name} is missing (ModelOpt NVFP4 needs ")
     _require_partition(report, tensors)
-    assert report.to_dict()["errors"]["missing"] == 1
+    # The other two tensors of the projection are of no use, so they are not consumed either.
+    errors = report.to_dict()["errors"]
+    assert (errors["missing"], errors["tensors"]) == (1, 2)
+    assert sum("belongs to an incomplete ModelOpt" in text for text in errors["messages"]) == 2
 
 
 @pytest.mark.parametrize("keep_input_scale", [True, False])

@@ -1,4 +1,4 @@
-"""Routed experts on the CPU: ours on packed NVFP4 beside transformers' eager bf16 experts, in one run.
+"""Routed experts on the CPU: ours on packed NVFP4 beside transformers' eager bf16 experts.
 
     python benchmarks/cpu_moe.py --tokens 1 16 --threads 2
 

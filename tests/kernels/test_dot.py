@@ -11,8 +11,6 @@ import numba
 import numpy as np
 import pytest
 import torch
-from layers import assert_same_bits
-from paths import random_weight
 from torch import Tensor
 
 from exactmoe.formats import PackedWeight, operand
@@ -21,6 +19,8 @@ from exactmoe.kernels.cpu.compile import OPTIONS
 from exactmoe.ops.cpu.prepare import CpuWeight, prepare
 from exactmoe.reference import dot, dot_dense, dot_scaled
 from exactmoe.reference.functions import canonical
+from layers import assert_same_bits
+from paths import random_weight
 
 FORMATS = ("nvfp4", "mxfp4", "bf16")
 TILES = [(format, tokens) for format in (*FORMATS, "f32") for tokens in kernels.TOKENS]

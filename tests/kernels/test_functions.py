@@ -4,7 +4,6 @@ import numba
 import numpy as np
 import pytest
 import torch
-from layers import assert_same_bits
 from torch import Tensor
 
 from exactmoe.formats.scales import decode_e4m3
@@ -12,6 +11,7 @@ from exactmoe.kernels.cpu import functions as kernels
 from exactmoe.kernels.cpu.quantize import e4m3
 from exactmoe.reference import functions as reference
 from exactmoe.reference import quantize
+from layers import assert_same_bits
 
 SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45]
 

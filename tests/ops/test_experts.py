@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import assert_same_bits
-from paths import FORMATS, Call, assert_same_parts, one_expert, random_weight
 from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.config import Numerics
 from exactmoe.formats import PackedWeight
 from exactmoe.ops.cpu import threads
+from layers import assert_same_bits
+from paths import FORMATS, Call, assert_same_parts, one_expert, random_weight
 
 CPU, REFERENCE = ops.path("cpu"), ops.path("reference")
 NAN, INF = float("nan"), float("inf")

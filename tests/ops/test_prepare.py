@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from paths import random_weight
 
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.scales import power_of_two
 from exactmoe.ops.cpu.prepare import _powers_of_two, prepare
+from paths import random_weight
 
 
 def test_nothing_is_copied(rng):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from layers import assert_same_bits
 
 from exactmoe import ops
 from exactmoe.runtime.routes import RouteTable
+from layers import assert_same_bits
 
 
 def table(num_experts: int, num_slots: int) -> RouteTable:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from layers import assert_same_bits
 from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.config import Numerics, RouterConfig
 from exactmoe.ops.cpu import threads
+from layers import assert_same_bits
 
 NAN, INF = float("nan"), float("inf")
 CONFIGS = [

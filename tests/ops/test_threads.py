@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from paths import Call, assert_same_parts
 
 from exactmoe import ops
 from exactmoe.config import Numerics
 from exactmoe.errors import ConfigError
 from exactmoe.ops.cpu import threads
+from paths import Call, assert_same_parts
 
 
 @contextmanager

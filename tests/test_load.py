@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from checkpoint_maker import (
     deepseek_config,
     deepseek_tensors,
@@ -11,7 +12,6 @@ from checkpoint_maker import (
     glm_tensors,
     write,
 )
-
 from exactmoe.checkpoint import Checkpoint, read_moe
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.layer import DenseMLP, MoELayer

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from checkpoint_maker import (
     Tensors,
     deepseek_config,
@@ -17,8 +19,6 @@ from checkpoint_maker import (
     native,
     write,
 )
-from torch import Tensor
-
 from exactmoe.checkpoint import Checkpoint, LoadReport, audit, read_layer
 from exactmoe.errors import CheckpointError
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from checkpoint_maker import (
     Tensors,
     deepseek_config,
@@ -13,8 +15,6 @@ from checkpoint_maker import (
     glm_tensors,
     write,
 )
-from safetensors.torch import load_file, save_file
-
 from exactmoe.checkpoint import Checkpoint
 from exactmoe.errors import CheckpointError, Unsupported
 

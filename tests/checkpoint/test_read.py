@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from checkpoint_maker import (
     Tensors,
     decode_modelopt,
@@ -16,8 +18,6 @@ from checkpoint_maker import (
     native,
     write,
 )
-from torch import Tensor
-
 from exactmoe.checkpoint import (
     Checkpoint,
     DenseWeights,

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from checkpoint_maker import deepseek_config, glm_config
 
+from checkpoint_maker import deepseek_config, glm_config
 from exactmoe.config import MoEConfig, Numerics, RouterConfig
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.families import MODEL_TYPES, Family, family_of

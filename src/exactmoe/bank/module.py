@@ -6,6 +6,7 @@ dtype must not be cast on the way in.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class ExactModule(nn.Module):
         """Register a packed weight: its tensors become the buffers `name_codes`, `name_scales`,
         `name_global_scale`.
         """
+        weight = _detached(weight)
         for part in _PARTS:
             self.register_buffer(f"{name}_{part}", getattr(weight, part))
         self._packed_meta[name] = (weight.format, weight.global_scale_op)
@@ -78,3 +80,11 @@ class ExactModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Caches point into live memory: a copy or an unpickled module makes its own.
         return {**self.__dict__, "_packed_cache": {}, "_prepared": {}}
+
+
+def _detached(weight: PackedWeight) -> PackedWeight:
+    """The same memory outside autograd: parameters of a model in training mode require gradients."""
+    parts = {part: getattr(weight, part) for part in _PARTS}
+    if not any(tensor is not None and tensor.requires_grad for tensor in parts.values()):
+        return weight
+    return replace(weight, **{n: None if t is None else t.detach() for n, t in parts.items()})

@@ -1,5 +1,8 @@
 """Router: scores or a token table to expert ids and weights (contract section 6)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -56,8 +59,9 @@ class Router(ExactModule):
             if bias is not None:
                 raise ConfigError("a router with a table got a bias; allowed: one of them")
         self.config = config
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias)
+        # Detached: the parameters of a model in training mode must not pull autograd in.
+        self.register_buffer("weight", weight.detach())
+        self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("table", None if table is None else table.long())
         # The f32 copy is what the CPU's dots read; bf16 to f32 is exact.
         self._weight_f32: Tensor | None = None
@@ -80,6 +84,12 @@ class Router(ExactModule):
     def _forget(self) -> None:
         super()._forget()
         self._weight_f32 = None
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        table = state_dict.get(prefix + "table")
+        if self.table is not None and isinstance(table, Tensor):
+            _check_table(table, self.num_experts)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_weight_f32": None}

@@ -216,6 +216,27 @@ def test_too_wide_exponents_name_their_place(tmp_path: Path, rng: torch.Generato
         read_moe(checkpoint, 1)
 
 
+@pytest.mark.parametrize("stored", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("ignore", [[], ["model.language_model.layers.*.mlp.shared_experts*"]])
+def test_a27_formats_come_from_the_tensors_not_from_the_config(
+    tmp_path: Path, rng: torch.Generator, stored: str, ignore: list[str]
+) -> None:
+    """Field fault A27: mixed precision; whatever the config claims, each part is what it is."""
+    tensors = glm_tensors(rng)
+    base = f"{GLM_MOE}.shared_experts.down_proj"
+    if stored == "nvfp4":
+        tensors |= modelopt(rng, base, 64, 32, torch.tensor(0.5))
+    config = glm_config()
+    config["quantization_config"] = {"quant_method": "modelopt", "ignore": ignore}
+    shared = read_moe(Checkpoint(write(tmp_path, config, tensors)), 1).shared
+    assert shared is not None and shared.down.format == stored
+    truth = tensors[f"{base}.weight"].double()
+    if stored == "nvfp4":
+        truth = decode_modelopt(tensors, base)
+    assert _same_bytes(dequantize(shared.down)[0], truth)
+    assert shared.gate.format == "bf16"
+
+
 def test_hash_table_ids(tmp_path: Path, rng: torch.Generator) -> None:
     tensors = deepseek_tensors(rng)
     table = tensors["layers.0.ffn.gate.tid2eid"]

@@ -1,7 +1,8 @@
 """Hugging Face transformers: load_model, whole blocks, and `experts_implementation="exactmoe"`.
 
 Importing this package registers the name, so that
-`AutoModelForCausalLM.from_pretrained(path, experts_implementation="exactmoe")` works on a bfloat16 model.
+`AutoModelForCausalLM.from_pretrained(path, experts_implementation="exactmoe")` works on a bfloat16
+model.
 """
 
 from exactmoe.hf.experts import register

@@ -1,6 +1,7 @@
 """Everything that depends on the insides of transformers, in one place.
 
-Features are probed, never versions. Tried with transformers 5.17 and 5.24; what differs between them is said at the line.
+Features are probed, never versions. Tried with transformers 5.17 and 5.24; what differs between
+them is said at the line.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,8 @@ from exactmoe.errors import Unsupported
 def read_config(folder: str) -> Any:
     """The transformers config of a checkpoint folder, without its quantization_config.
 
-    Ours is passed beside it: a config that keeps one would start the quantizer that its quant_method names.
+    Ours is passed beside it: a config that keeps one would start the quantizer that its
+    quant_method names.
     """
     config = AutoConfig.from_pretrained(folder)
     for part in (config, config.get_text_config()):
@@ -38,7 +40,7 @@ def read_config(folder: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """The Auto class that generates text for this config: glm5_next is only mapped as an image-text-to-text model."""
+    """The Auto class that generates text (glm5_next is mapped as image-text-to-text only)."""
     for candidate in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if type(config) in candidate._model_mapping:
             return candidate
@@ -56,16 +58,20 @@ def from_pretrained(
         dtype=torch.bfloat16,
         device_map={"": device},
         output_loading_info=True,
+        # Reported, so that one error names them. (5.17 takes wrong shapes in silence when there is
+        # a quantizer: `PackedQuantizer.wrong_shapes` finds them.)
+        ignore_mismatched_sizes=True,
     )
-    _keep_rows_bf16(model)
+    keep_rows_bf16(model)
     return model, info
 
 
-def _keep_rows_bf16(model: nn.Module) -> None:
+def keep_rows_bf16(model: nn.Module) -> None:
     """Make every norm give back the dtype that it got.
 
-    DeepSeek-V4 keeps norm weights in float32. Its norm in transformers 5.17 then returns float32 rows, which the next bf16
-    linear refuses (stock 5.17 cannot run a bf16 checkpoint of it); 5.24 casts inside the norm.
+    DeepSeek-V4 keeps norm weights in float32. Its norm in transformers 5.17 then returns float32
+    rows, which the next bf16 linear refuses (stock 5.17 cannot run a bf16 checkpoint of it); 5.24
+    casts inside the norm.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -105,7 +111,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def ignore_unexpected(model: Any, patterns: Iterable[str]) -> None:
-    """Checkpoint names that match one of `patterns` are left out of transformers' report of unexpected tensors."""
+    """Leave names that match one of `patterns` out of the report of unexpected tensors."""
     # A class writes a list; an instance holds a set.
     model._keys_to_ignore_on_load_unexpected = {
         *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -114,9 +120,10 @@ def ignore_unexpected(model: Any, patterns: Iterable[str]) -> None:
 
 
 def register_experts_function(name: str, function: Callable[..., Any]) -> None:
-    """Make `experts_implementation=name` call `function(experts, hidden_states, top_k_index, top_k_weights, **kwargs)`.
+    """Make `experts_implementation=name` call `function` for both kinds of experts modules.
 
-    A name in only one of the two interfaces passes transformers' check and fails at the first call of the other kind.
+    It is called with (experts, hidden_states, top_k_index, top_k_weights, **kwargs). A name in only
+    one of the two interfaces passes transformers' check and fails at the first call of the other.
     """
     ExpertsInterface.register(name, function)
     FP8ExpertsInterface.register(name, function)
@@ -130,7 +137,7 @@ def is_silu(activation: object) -> bool:
 
 
 def uses_experts_function(module: nn.Module, name: str) -> bool:
-    """Whether the module is an experts module of transformers whose forward is the registered `name` now."""
+    """Whether this is an experts module of transformers whose forward is `name` now."""
     config = getattr(module, "config", None)
     is_experts = hasattr(module, "is_transposed") and hasattr(module, "down_proj")
     return is_experts and getattr(config, "_experts_implementation", None) == name
@@ -154,7 +161,7 @@ def copy_converter(
 
 
 def converter_names(converter: object) -> tuple[list[str], list[str]]:
-    """(source names, target names) of a converter, as its model wrote them; two empty lists for a renaming."""
+    """(source names, target names) of a converter as its model wrote them; of a renaming, none."""
     if not isinstance(converter, WeightConverter):
         return [], []
     return list(converter._original_source_patterns), list(converter._original_target_patterns)
@@ -172,6 +179,7 @@ __all__ = [
     "from_pretrained",
     "ignore_unexpected",
     "is_silu",
+    "keep_rows_bf16",
     "progress_bars",
     "read_config",
     "register_experts_function",

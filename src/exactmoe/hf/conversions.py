@@ -1,8 +1,9 @@
 """From a checkpoint's tensors, one set per expert, to the stacked parameters of an experts module.
 
-transformers merges `experts.*.gate_proj.weight` and `experts.*.up_proj.weight` into `experts.gate_up_proj`. The same
-merge, written beside it, takes their block scales to `gate_up_proj_scale` and their global scales to
-`gate_up_proj_scale_2` [E, 2]: gate and up keep their own.
+transformers merges `experts.*.gate_proj.weight` and `experts.*.up_proj.weight` into
+`experts.gate_up_proj`. The same merge, written beside it, takes their block scales to
+`gate_up_proj_scale` and their global scales to `gate_up_proj_scale_2` [E, 2]: gate and up keep
+their own.
 """
 
 from typing import Any
@@ -14,8 +15,9 @@ from exactmoe.hf.adapter import ConversionOps, converter_names, converter_of, co
 
 SCALE, GLOBAL_SCALE = "_scale", "_scale_2"
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-# Tensor beside `<projection>.weight` -> suffix of the parameter that takes it. ModelOpt: weight_scale, weight_scale_2;
-# native DeepSeek-V4: scale. The longest name first: transformers 5.17 ends no pattern at a name's border.
+# Tensor beside `<projection>.weight` -> suffix of the parameter that takes it. ModelOpt has
+# weight_scale and weight_scale_2, native DeepSeek-V4 has scale. The longest name first:
+# transformers 5.17 ends no pattern at a name's border.
 _BESIDE_WEIGHT = (
     ("weight_scale_2", GLOBAL_SCALE),
     ("weight_scale", SCALE),
@@ -24,7 +26,7 @@ _BESIDE_WEIGHT = (
 
 
 class StackBlocks(ConversionOps):
-    """Block scales [N, K'] of each expert and projection -> [E, sum of N, K'], projections one after the other."""
+    """Block scales [N, K'] of each expert and projection -> [E, sum of N, K']."""
 
     @torch.no_grad()
     def convert(
@@ -56,8 +58,8 @@ class StackScalars(ConversionOps):
         return {target_patterns[0]: torch.stack(columns, dim=1)}
 
 
-class Scalar(ConversionOps):
-    """A global scale stored as [] or [1] -> []."""
+class Single(ConversionOps):
+    """One tensor as it is, except that a global scale stored as [1] becomes []."""
 
     @torch.no_grad()
     def convert(
@@ -68,11 +70,11 @@ class Scalar(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         (value,) = input_dict.pop(source_patterns[0])
-        return {target_patterns[0]: value.reshape(())}
+        return {target_patterns[0]: value.reshape(()) if value.shape == (1,) else value}
 
 
 def scale_converters(conversions: list[Any]) -> list[Any]:
-    """The converters that load the scales beside the weights which `conversions` merge. They must come first."""
+    """Converters for the scales beside the weights that `conversions` merge. They go first."""
     added = []
     for beside, suffix in _BESIDE_WEIGHT:
         for converter in conversions:
@@ -82,5 +84,8 @@ def scale_converters(conversions: list[Any]) -> list[Any]:
             names = [source.removesuffix("weight") + beside for source in sources]
             operation = StackScalars() if suffix == GLOBAL_SCALE else StackBlocks()
             added.append(copy_converter(converter, names, targets[0] + suffix, [operation]))
-    dense = [f"{name}.weight_scale_2" for name in ("gate_proj", "up_proj", "down_proj")]
-    return added + [converter_of([name], name, [Scalar()]) for name in dense]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        global_scale, native = f"{name}.weight_scale_2", f"shared_experts.{name}"
+        added.append(converter_of([global_scale], global_scale, [Single()]))
+        added.append(converter_of([f"{native}.scale"], f"{native}.weight_scale", [Single()]))
+    return added

@@ -1,10 +1,12 @@
-"""`experts_implementation="exactmoe"`: routed experts only, for a model that transformers loaded itself.
+"""`experts_implementation="exactmoe"`: routed experts of a model that transformers loaded itself.
 
-A second contract beside whole blocks: the combined experts are rounded to bfloat16 before the model adds its shared
-expert. The bits are those of class a16 (a8 for transformers' FP8Experts with FP4 weights), whatever the width.
+A second contract beside whole blocks: the combined experts are rounded to bfloat16 before the model
+adds its shared expert. The bits are those of class a16, or of a8 in transformers' FP8Experts with
+FP4 weights, at every width.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,10 @@ _MODELS = "transformers.models"
 _layers: WeakKeyDictionary[nn.Module, storage.LayerCache] = WeakKeyDictionary()
 
 
+def _clamp(experts: nn.Module, attribute: str) -> float | None:
+    return getattr(experts, attribute)  # type: ignore[no-any-return]
+
+
 def _no_limit(experts: nn.Module) -> None:
     return None
 
@@ -41,17 +47,17 @@ def _fp8_limit(experts: nn.Module) -> float | None:
             raise Unsupported(
                 f"{name} is {getattr(experts, name)}; allowed: None (SwiGLU with at most a clamp)"
             )
-    return experts.limit  # type: ignore[return-value]
+    return _clamp(experts, "limit")
 
 
-# Where `_apply_gate` was defined -> the clamp of the gate that it computes. A gate that is not here is refused.
+# Where an `_apply_gate` was defined -> the clamp that it applies. Any other gate is refused.
 _GATES: dict[str, Callable[[nn.Module], float | None]] = {
     "transformers.integrations.moe._default_apply_gate": _no_limit,
-    f"{_MODELS}.glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": lambda experts: (
-        experts.swiglu_limit
+    f"{_MODELS}.glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": partial(
+        _clamp, attribute="swiglu_limit"
     ),
-    f"{_MODELS}.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": lambda experts: (
-        experts.limit
+    f"{_MODELS}.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": partial(
+        _clamp, attribute="limit"
     ),
     "transformers.integrations.finegrained_fp8.FP8Experts._apply_gate": _fp8_limit,
 }
@@ -67,16 +73,19 @@ def experts_forward(
     """What transformers calls instead of an experts module's own forward.
 
     Args:
-        experts: the module; gate_up_proj [E, 2I, H], down_proj [E, H, I], bfloat16 (or int8 MXFP4 in FP8Experts).
+        experts: the module; gate_up_proj [E, 2I, H], down_proj [E, H, I], bfloat16 (or int8 MXFP4
+            in FP8Experts).
         hidden_states: bfloat16 [T, H].
-        top_k_index: int32 or int64 [T, K]; ids >= num_experts (other ranks' experts) and < 0 contribute nothing.
+        top_k_index: int32 or int64 [T, K]; ids >= num_experts (other ranks' experts) and < 0
+            contribute nothing.
         top_k_weights: [T, K], float32, or bfloat16 or float16, which become float32 exactly.
 
     Returns:
         bfloat16 [T, H].
 
     Raises:
-        Unsupported: a gate, a layout or a dtype that is not known here, or a call that needs gradients.
+        Unsupported: a gate, a layout or a dtype that is not known here, or a call that needs
+            gradients.
     """
     needs_gradient = hidden_states.requires_grad or top_k_weights.requires_grad
     if needs_gradient and torch.is_grad_enabled():
@@ -94,7 +103,7 @@ def experts_forward(
 
 
 def layer_of(experts: nn.Module, top_k: int) -> MoELayer:
-    """The layer over the module's parameters: built at the first call, and again when they are other memory."""
+    """The layer over the module's parameters, built anew when they are other memory."""
     if experts not in _layers:
         _layers[experts] = storage.LayerCache()
     return _layers[experts].get(experts, lambda: _build(experts, top_k), top_k)  # type: ignore[no-any-return]

@@ -2,13 +2,18 @@
 
 from torch import nn
 
+from exactmoe.dense import DenseMLP
 from exactmoe.hf import experts
 from exactmoe.hf.whole_block import blocks
-from exactmoe.layer import DenseMLP
 
 
 def explain(model: nn.Module, width: int = 8) -> str:
-    """Text: one paragraph for each MLP block or experts module that runs here, for calls of `width` tokens."""
+    """Text, a paragraph for each MLP block or experts module that runs here.
+
+    Args:
+        model: a transformers model.
+        width: tokens of the call that the text describes.
+    """
     parts = []
     replaced = blocks(model)
     inside = {id(part) for _, block, _ in replaced for part in block.modules()}
@@ -23,7 +28,8 @@ def explain(model: nn.Module, width: int = 8) -> str:
     for name, module in experts.modules(model):
         if id(module) not in inside:
             parts.append(
-                f"{name}, {type(module).__name__}: routed experts only (experts_implementation={experts.NAME!r}), "
-                "rounded to bfloat16 before the model adds its shared expert"
+                f"{name}, {type(module).__name__}: routed experts only "
+                f"(experts_implementation={experts.NAME!r}), rounded to bfloat16 before the model "
+                "adds its shared expert"
             )
     return "\n".join(parts) or "no MLP block of this model runs here"

@@ -13,7 +13,9 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder of a checkpoint; a hub id ("owner/name") that is no folder here is downloaded, or found in the cache.
+    """The folder of a checkpoint.
+
+    A hub id ("owner/name") that is no folder here is downloaded, or found in the hub's cache.
 
     Raises:
         CheckpointError: no such folder, and no such model on the hub or no way to reach it.

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exactmoe.checkpoint.audit import LoadReport, audit
-from exactmoe.checkpoint.index import Checkpoint
-from exactmoe.checkpoint.plan import LayerPlan, plan_layer
+from exactmoe.checkpoint import Checkpoint, LayerPlan, LoadReport, audit, plan_layer
 from exactmoe.config import Limits, Numerics, Placement
-from exactmoe.errors import CheckpointError, Unsupported
+from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.hf import adapter, whole_block
 from exactmoe.hf.hub import checkpoint_folder
 from exactmoe.hf.quantizer import PackedConfig
 
-# Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find its parameter there.
+# Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find
+# its parameter there.
 _READ_BY_NOBODY = frozenset({"mtp", "input_scale", "kv_scale"})
-_PLAIN = frozenset({"BF16", "F32", "F16", "I64", "I32"})
+_PLAIN = frozenset({"BF16", "F32", "I64", "I32"})
+_SHOWN = 10
 
 
 def load_model(
@@ -28,18 +28,20 @@ def load_model(
     backend: str = "auto",
     progress: bool = True,
 ) -> Any:
-    """Load a checkpoint as a transformers model for inference; its MLP and MoE blocks run here as whole blocks.
+    """Load a checkpoint as a transformers model for inference, its MLP blocks run here.
 
     Args:
         path: a folder, or a hub id.
         cards: device names; the whole model is on the first.
-        numerics: "a16", "a8" or a Numerics; None: the family's class (glm5_next a16, deepseek_v4 a8).
+        numerics: "a16", "a8" or a Numerics (output "bf16"); None: the family's class (glm5_next
+            a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
         backend: "auto", "cpu" or "reference".
         progress: show transformers' progress bars.
 
     Returns:
-        The model, in eval mode, no parameter asking for a gradient. Routed experts hold the checkpoint's bytes.
+        The model in eval mode, no parameter asking for a gradient. Packed weights stay packed: the
+        experts' parameters hold the checkpoint's bytes.
 
     Raises:
         CheckpointError: a tensor is missing, malformed, or taken by nobody and ignored by no rule.
@@ -58,11 +60,11 @@ def load_model(
         model, info = adapter.from_pretrained(
             str(folder), adapter.read_config(str(folder)), packed, device
         )
-    _require_complete(folder, info)
+    _require_complete(folder, info, model.hf_quantizer.wrong_shapes(model))
     model.requires_grad_(False)
     options = whole_block.Options(limits=limits, backend=backend)
     for layer, plan in zip(adapter.decoder_layers(model), plans, strict=True):
-        whole_block.attach(layer.mlp, plan.spec, options)
+        whole_block.attach(layer.get_submodule("mlp"), plan.spec, options)
     return model
 
 
@@ -73,21 +75,23 @@ def _one_card(placement: Placement) -> str:
 
 
 def _require_bf16(checkpoint: Checkpoint) -> None:
+    """The model's rows are bf16: its config says so, and our blocks give them back so."""
+    output = checkpoint.family.numerics.output
+    if output != "bf16":
+        raise ConfigError(f"numerics.output is {output!r}; a transformers model takes 'bf16'")
     for part in (checkpoint.config, checkpoint.config.get("text_config") or {}):
         dtype = part.get("dtype", part.get("torch_dtype"))
         if dtype not in (None, "bfloat16"):
-            raise Unsupported(
-                f"{checkpoint.path / 'config.json'}: dtype is {dtype!r}; allowed: 'bfloat16'"
-            )
+            config = checkpoint.path / "config.json"
+            raise Unsupported(f"{config}: dtype is {dtype!r}; allowed: 'bfloat16'")
 
 
 def _require_plain(report: LoadReport) -> None:
-    """What transformers reads must be unquantised: it would take an FP8 value for the weight, without its scale."""
+    """What transformers reads must be unquantised: it would take an FP8 code for the weight."""
     for entry in report.ignored:
         if entry.rule.name not in _READ_BY_NOBODY and entry.info.dtype not in _PLAIN:
-            raise Unsupported(
-                f"{entry.info} is left to transformers; allowed there: BF16, F32, F16, I64, I32"
-            )
+            allowed = ", ".join(sorted(_PLAIN))
+            raise Unsupported(f"{entry.info} is left to transformers; allowed there: {allowed}")
 
 
 def _stored(plans: Sequence[LayerPlan]) -> dict[str, str]:
@@ -99,7 +103,8 @@ def _stored(plans: Sequence[LayerPlan]) -> dict[str, str]:
             gate, up, down = (plan.experts[name].dialect for name in ("gate", "up", "down"))
             if gate is not up:
                 raise CheckpointError(
-                    f"layer {plan.spec.layer}: experts' gate is {gate.name}, up is {up.name}; allowed: one"
+                    f"layer {plan.spec.layer}: the experts' gate is {gate.name}, their up is "
+                    f"{up.name}; allowed: one layout for both"
                 )
             stored[f"{block}.experts.gate_up_proj"] = gate.format
             stored[f"{block}.experts.down_proj"] = down.format
@@ -112,7 +117,7 @@ def _stored(plans: Sequence[LayerPlan]) -> dict[str, str]:
 
 
 def _ignored(report: LoadReport) -> tuple[str, ...]:
-    """Patterns of the names that nobody reads, such that transformers' renamings do not hide them."""
+    """Patterns of the names that nobody reads, as they are after transformers renamed them."""
     patterns = []
     for entry in report.ignored:
         name = entry.info.name
@@ -124,24 +129,17 @@ def _ignored(report: LoadReport) -> tuple[str, ...]:
     return tuple(dict.fromkeys(patterns))
 
 
-def _require_complete(folder: Path, info: dict[str, Any]) -> None:
+def _require_complete(folder: Path, info: dict[str, Any], wrong_shapes: list[str]) -> None:
     """Every parameter was in the checkpoint, and every tensor found its parameter."""
-    problems = [
-        f"{kind.removesuffix('_keys')}: {_name(key)}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        for key in sorted(info.get(kind) or (), key=str)
+    problems = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    problems += [f"{key} is no parameter" for key in sorted(info["unexpected_keys"])]
+    problems += [
+        f"{key} is {tuple(found)}, the model asks for {tuple(asked)}"
+        for key, found, asked in sorted(info["mismatched_keys"])
     ]
-    problems += [str(message) for message in info.get("error_msgs") or ()]
+    problems += wrong_shapes
     if problems:
-        shown = "; ".join(problems[:10]) + (
-            f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{folder} and the model of transformers disagree: {'; '.join(problems[:_SHOWN])}{more}"
         )
-        raise CheckpointError(f"{folder}: transformers and the checkpoint disagree: {shown}")
-
-
-def _name(key: Any) -> str:
-    return (
-        key
-        if isinstance(key, str)
-        else f"{key[0]} is {tuple(key[1])}, the model asks for {tuple(key[2])}"
-    )

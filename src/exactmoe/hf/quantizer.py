@@ -1,7 +1,7 @@
 """The transformers quantizer that keeps FP4 weights packed.
 
-Only parameters change, on the meta device, before anything is loaded: module classes and parameter names stay, so
-transformers' own loading, device placement and parallel plans keep working.
+Only parameters change, on the meta device, before anything is loaded: module classes and parameter
+names stay, so transformers' own loading, device placement and parallel plans keep working.
 """
 
 from typing import Any
@@ -27,11 +27,12 @@ _SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
 
 @register_quantization_config(NAME)
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How the parameters of the decoder's layers are stored, where that is not transformers' own choice.
+    """How parameters of the decoder's layers are stored, where transformers would not know it.
 
     Attributes:
-        stored: name of a parameter below the decoder's layers, for example "3.mlp.experts.down_proj",
-            "0.mlp.gate_proj.weight" or "3.mlp.gate.weight" -> "nvfp4", "mxfp4", or "f32" (a router's float32 weight).
+        stored: name of a parameter below the decoder's layers ("3.mlp.experts.down_proj",
+            "0.mlp.gate_proj.weight", "3.mlp.gate.weight") -> "nvfp4", "mxfp4", or "f32" (the weight
+            of a router that is kept in float32).
         ignored: patterns of tensor names that nobody loads, by a named rule of the family.
     """
 
@@ -47,9 +48,10 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
     """Loads a packed checkpoint as it is. Started with `quantization_config=PackedConfig(...)`.
 
-    transformers sees an unquantised checkpoint (`pre_quantized` is False) of which no parameter needs quantising, so every
-    tensor is read in the dtype of the parameter that takes it: bytes as they are, dense parts as transformers would.
-    (5.17 would load renamed tensors of a pre-quantised checkpoint in whatever dtype the file has.)
+    transformers sees an unquantised checkpoint (`pre_quantized` is False) of which no parameter
+    needs quantising. So every tensor is read in the dtype of the parameter that takes it: bytes as
+    they are, dense parts as transformers would. (5.17 would load renamed tensors of a pre-quantised
+    checkpoint in whatever dtype the file has.)
     """
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -58,7 +60,16 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
             module, _, parameter = name.rpartition(".")
             _declare(layers.get_submodule(module), parameter, stored)
         ignore_unexpected(model, self.quantization_config.ignored)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
+
+    def wrong_shapes(self, model: Any) -> list[str]:
+        """What the checkpoint holds in another shape than the model asked for, one line each."""
+        return [
+            f"{name} is {tuple(tensor.shape)}, the model asks for {self._shapes[name]}"
+            for name, tensor in model.state_dict().items()
+            if tuple(tensor.shape) != self._shapes[name]
+        ]
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: Any = None
@@ -75,7 +86,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _declare(module: nn.Module, name: str, stored: str) -> None:
-    """Replace parameter `name` of the module by the empty parameters (meta) that its stored form needs."""
+    """Replace parameter `name` by the empty parameters (meta) that its stored form needs."""
     shape = tuple(getattr(module, name).shape)
     if stored == "f32":
         _register(module, name, shape, torch.float32)

@@ -1,7 +1,7 @@
-"""From the parameters of transformers' modules to our layers, sharing storage: views, never a second copy.
+"""Our layers over the parameters of transformers' modules: views of them, never a second copy.
 
-The stored form is read from the parameters themselves: bfloat16; uint8 codes with E4M3 block scales and a global scale
-(NVFP4); int8 codes with E8M0 block scales (MXFP4).
+The stored form is read from the parameters themselves: bfloat16; uint8 codes with E4M3 block scales
+and a global scale (NVFP4); int8 codes with E8M0 block scales (MXFP4).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from exactmoe.bank import ExpertBank, Router
 from exactmoe.config import Limits, RouterConfig
+from exactmoe.dense import DenseMLP
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
-from exactmoe.layer import DenseMLP
 
 # transformers' own FP8Experts names its scales so.
 _SCALE_INV = "_scale_inv"
@@ -29,7 +29,7 @@ class LayerCache:
     _slots: tuple[tuple[dict[str, Any], str], ...] = ()
 
     def get(self, module: nn.Module, build: Callable[[], Any], *extra: Any) -> Any:
-        """The layer of this module: the one at hand, or `build()` if a tensor of the module, or `extra`, changed."""
+        """The layer at hand, or `build()` if a tensor of the module or one of `extra` changed."""
         if self._layer is None or self._key != self._now(extra):
             self._slots = tuple(_slots(module))
             self._layer, self._key = build(), self._now(extra)
@@ -56,7 +56,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def bank(experts: nn.Module) -> ExpertBank:
-    """The experts of a module with `gate_up_proj` [E, 2I, H] (gate first) and `down_proj` [E, H, I]."""
+    """Experts of a module with `gate_up_proj` [E, 2I, H], gate first, and `down_proj` [E, H, I]."""
     inner = experts.gate_up_proj.shape[1] // 2  # type: ignore[union-attr,index]
     return ExpertBank(
         gate=_weight(experts, "gate_up_proj", slice(0, inner), 0),
@@ -85,7 +85,8 @@ def _scales(module: nn.Module, name: str) -> Tensor | None:
             scales = _tensor(module, name + suffix)
             if scales.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
                 raise Unsupported(
-                    f"{name + suffix} is {scales.dtype}; allowed: float8_e8m0fnu (MXFP4), float8_e4m3fn (NVFP4)"
+                    f"{name + suffix} is {scales.dtype}; "
+                    "allowed: float8_e8m0fnu (MXFP4), float8_e4m3fn (NVFP4)"
                 )
             return scales
     return None
@@ -96,7 +97,10 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def router(gate: nn.Module, config: RouterConfig) -> Router:
-    """The router of a gate module: `weight` [E, H], and `e_score_correction_bias` [E] or `tid2eid` [V, K]."""
+    """The router of a gate module.
+
+    It has `weight` [E, H], and `e_score_correction_bias` [E] or, in a hash layer, `tid2eid` [V, K].
+    """
     bias = getattr(gate, "e_score_correction_bias", None)
     table = getattr(gate, "tid2eid", None)
     return Router(_tensor(gate, "weight"), bias=bias, table=table, config=config)
@@ -105,7 +109,10 @@ def router(gate: nn.Module, config: RouterConfig) -> Router:
 def dense_mlp(
     mlp: nn.Module, swiglu_limit: float | None, limits: Limits | None = None, backend: str = "auto"
 ) -> DenseMLP:
-    """A dense MLP module with `gate_proj`, `up_proj` [I, H] and `down_proj` [H, I], each bfloat16 or packed."""
+    """A dense MLP of linear modules: `gate_proj`, `up_proj` [I, H], `down_proj` [H, I].
+
+    Each holds a bfloat16 weight, or a packed one.
+    """
     gate, up, down = (_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
     return DenseMLP(gate, up, down, swiglu_limit=swiglu_limit, limits=limits, backend=backend)
 

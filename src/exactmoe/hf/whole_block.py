@@ -1,7 +1,8 @@
 """Whole MLP blocks of a transformers model, run by our layers.
 
-The block's forward is replaced on the instance; its class, its parameters and their names stay. Contract: router, routed
-experts and shared expert are one call with one rounding at the end, not a rounding before the shared expert is added.
+The block's forward is replaced on the instance; its class, its parameters and their names stay.
+Contract: router, routed experts and shared expert are one call with one rounding at the end; there
+is none before the shared expert is added.
 """
 
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from exactmoe.config import Limits, Placement
+from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.families import LayerSpec
 from exactmoe.hf import storage
-from exactmoe.layer import DenseMLP, MoELayer
+from exactmoe.layer import MoELayer
 
 _MARK = "exactmoe_block"
 
@@ -32,7 +34,7 @@ class Options:
 class WholeBlock:
     """What stands in `block.forward`: one of our layers over the block's own parameters.
 
-    It copies, pickles and moves with its block; the layer is built anew where the parameters lie then.
+    It copies, pickles and moves with its block; then the layer is built anew over the parameters.
     """
 
     def __init__(self, block: nn.Module, spec: LayerSpec, options: Options) -> None:
@@ -79,16 +81,18 @@ class WholeBlock:
     def _token_ids(self, hidden_states: Tensor, input_ids: Tensor | None) -> Tensor:
         if input_ids is None:
             raise ConfigError(
-                f"layer {self.spec.layer} routes by token id and got no input_ids (inputs_embeds alone are not enough)"
+                f"layer {self.spec.layer} routes by token id and got no input_ids; "
+                "inputs_embeds alone are not enough"
             )
         if input_ids.shape != hidden_states.shape[:-1]:
             raise ConfigError(
-                f"input_ids have shape {tuple(input_ids.shape)}; allowed: {tuple(hidden_states.shape[:-1])}"
+                f"input_ids have shape {tuple(input_ids.shape)}; "
+                f"allowed: {tuple(hidden_states.shape[:-1])}"
             )
         return input_ids.reshape(-1)
 
     def move(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Stands in `block._apply`: parameters may move, but no dtype changes, so `.to(bfloat16)` narrows nothing."""
+        """Stands in `block._apply`: parameters may move, but no dtype changes (field fault A16)."""
 
         def as_bytes(tensor: Tensor) -> Tensor:
             # Integers are never cast, so what `fn` would do to the dtype does not reach the values.
@@ -99,7 +103,7 @@ class WholeBlock:
 
 
 def attach(block: nn.Module, spec: LayerSpec, options: Options) -> None:
-    """Let our layer run the block from now on. Its layer is built at once, so its errors are met here."""
+    """Let our layer run the block from now on. It is built at once, so its errors are met here."""
     whole = WholeBlock(block, spec, options)
     setattr(block, _MARK, whole)
     block.forward = whole  # type: ignore[method-assign]
@@ -108,7 +112,7 @@ def attach(block: nn.Module, spec: LayerSpec, options: Options) -> None:
 
 
 def blocks(model: nn.Module) -> list[tuple[int, nn.Module, MoELayer | DenseMLP]]:
-    """(layer index, block module, our layer) of every MLP block that runs here, in the order of the layers."""
+    """(layer index, block module, our layer) of every MLP block that runs here, in order."""
     found = [
         (whole.spec.layer, module, whole.layer)
         for module in model.modules()

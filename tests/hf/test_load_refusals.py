@@ -1,0 +1,179 @@
+"""What load_model refuses or ignores; its errors name the tensor, the value and what is allowed."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+from exactmoe import Numerics, load_layer
+from exactmoe.errors import CheckpointError, ConfigError, Unsupported
+from exactmoe.hf import blocks, load_model
+
+
+def load(folder, **arguments):
+    return load_model(folder, progress=False, **arguments)
+
+
+def without(suffix):
+    """A change that removes the first tensor whose name ends with `suffix`."""
+
+    def change(tensors):
+        del tensors[next(name for name in sorted(tensors) if name.endswith(suffix))]
+
+    return change
+
+
+def missing(family):
+    """(suffix of the tensor to remove, name that the error must say)."""
+    if family == "glm5_next":
+        return [
+            ("layers.2.mlp.experts.5.up_proj.weight", "layers.2.mlp.experts.5.up_proj.weight"),
+            ("layers.1.mlp.experts.0.down_proj.weight_scale_2", "0.down_proj.weight_scale_2"),
+            ("layers.1.mlp.gate.e_score_correction_bias", "gate.e_score_correction_bias"),
+            ("layers.3.self_attn.q_a_proj.weight", "layers.3.self_attn.q_a_proj.weight is missing"),
+        ]
+    return [
+        ("layers.2.ffn.experts.5.w3.weight", "layers.2.ffn.experts.5.w3.weight"),
+        ("layers.1.ffn.experts.0.w2.scale", "layers.1.ffn.experts.0.w2.scale"),
+        ("layers.0.ffn.gate.tid2eid", "layers.0.ffn.gate.tid2eid"),
+        ("layers.3.attn.wq_a.weight", "layers.3.self_attn.q_a_proj.weight is missing"),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_missing_tensor_is_named(family, write, which):
+    suffix, said = missing(family)[which]
+    with pytest.raises(CheckpointError, match=said.replace(".", r"\.")):
+        load(write(change=without(suffix)))
+
+
+def test_a_tensor_that_nobody_reads_is_named(family, write):
+    name = "model.language_model.layers.1.self_attn.extra.weight"
+    if family == "deepseek_v4":
+        name = "layers.1.attn.extra.weight"
+    with pytest.raises(CheckpointError, match=r"self_attn\.extra\.weight is no parameter"):
+        load(write(change=lambda tensors: tensors.update({name: torch.zeros(4).bfloat16()})))
+
+
+def test_a_wrong_shape_outside_the_blocks_is_named(family, write):
+    name = "model.language_model.norm.weight" if family == "glm5_next" else "norm.weight"
+    with pytest.raises(CheckpointError, match=r"norm\.weight is \(3,\), the model asks for \("):
+        load(write(change=lambda tensors: tensors.update({name: torch.ones(3).bfloat16()})))
+
+
+def test_packed_attention_is_refused(family, write):
+    def quantise_attention(tensors):
+        attention = r"layers\.1\.(self_attn\.q_proj|attn\.wq_a)\.weight$"
+        name = next(name for name in sorted(tensors) if re.search(attention, name))
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    with pytest.raises(Unsupported, match=r"F8_E4M3.*left to transformers; allowed there: BF16"):
+        load(write(change=quantise_attention))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes_are_refused(write, dtype):
+    def change(config):
+        config["dtype"] = dtype
+
+    with pytest.raises(Unsupported, match=f"dtype is '{dtype}'; allowed: 'bfloat16'"):
+        load(write(config_change=change))
+
+
+def test_ignored_tensors_do_not_disturb(family, write, model, token_ids, caplog):
+    """MTP layers, key-value scales: by named rule, whatever transformers renames them to."""
+
+    def add(tensors):
+        scalar = torch.tensor(1.0)
+        if family == "glm5_next":
+            prefix = "model.language_model.layers"
+            tensors[f"{prefix}.4.mlp.experts.0.gate_proj.weight"] = torch.zeros(32, 64).bfloat16()
+            tensors[f"{prefix}.3.self_attn.k_scale"] = scalar
+        else:
+            tensors["mtp.0.ffn.experts.0.w1.weight"] = torch.zeros(128, 128).bfloat16()
+            tensors["layers.3.ffn.experts.2.w1.input_scale"] = scalar
+            tensors["layers.3.attn.kv_scale"] = scalar
+
+    def one_mtp_layer(config):
+        config.get("text_config", config)["num_nextn_predict_layers"] = 1
+
+    loaded = load(write(change=add, config_change=one_mtp_layer))
+    assert loaded(input_ids=token_ids).logits.equal(model(input_ids=token_ids).logits)
+    assert "UNEXPECTED" not in caplog.text
+
+
+def test_packed_dense_parts(family, write, rng):
+    """Dense MLP and shared experts packed too (NVIDIA's GLM export), global scales as [1]."""
+
+    def packed(name):
+        mlp = r"layers.*\.(mlp|ffn)\..*((gate|up|down)_proj|w[123])\.weight$"
+        return re.search(mlp, name) is not None
+
+    def scalars_as_vectors(tensors):
+        for name in [n for n in tensors if n.endswith("weight_scale_2")]:
+            tensors[name] = tensors[name].reshape(1)
+
+    folder = write(packed=packed, change=scalars_as_vectors)
+    model = load(folder)
+    for index, block, layer in blocks(model):
+        dense = getattr(block, "shared_experts", block)
+        assert dense.gate_proj.weight.dtype in (torch.uint8, torch.int8)
+        x = torch.randn(7, dense.gate_proj.in_features, generator=rng).bfloat16()
+        ids = torch.randint(0, 256, (7,), generator=rng)
+        expected = load_layer(folder, index)
+        hash_layer = getattr(getattr(layer, "router", None), "table", None) is not None
+        inputs = {"token_ids": ids} if hash_layer else {}
+        found = block(x[None], **({"input_ids": ids[None]} if hash_layer else {}))
+        assert found[0].equal(expected(x, **inputs))
+
+
+def test_a_float32_router_is_not_rounded(family, write, rng):
+    def widen(tensors):
+        for name in [n for n in tensors if n.endswith("gate.weight")]:
+            tensors[name] = tensors[name].float() * (1 + 2**-12)
+
+    folder = write(change=widen)
+    for index, block, layer in blocks(load(folder)):
+        if not hasattr(block, "gate"):
+            continue
+        expected = load_layer(folder, index).router.weight
+        assert not expected.equal(expected.bfloat16().float())
+        assert layer.router.weight.dtype == torch.float32
+        assert layer.router.weight.equal(expected)
+
+
+def test_two_cards_are_refused(checkpoint):
+    with pytest.raises(Unsupported, match=r"cards are \('cpu', 'cpu'\)"):
+        load(checkpoint, cards=("cpu", "cpu"))
+
+
+def test_a_float32_output_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match=r"numerics.output is 'f32'; .* takes 'bf16'"):
+        load(checkpoint, numerics=Numerics(output="f32"))
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"nowhere is not a folder; allowed: a folder, or a hub id"
+    ):
+        load(tmp_path / "nowhere")
+
+
+def test_a_hub_id_without_the_hub_is_named():
+    with pytest.raises(
+        CheckpointError, match="exactmoe-tests/none is no folder here and cannot be had"
+    ):
+        load("exactmoe-tests/none")
+
+
+def test_progress_bars_are_as_before(checkpoint):
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    load(checkpoint)
+    assert logging.is_progress_bar_enabled() == before
+
+
+def test_a_deep_copied_config_loads_nothing_else(model):
+    assert copy.deepcopy(model.config).quantization_config.quant_method == "exactmoe"

@@ -54,9 +54,9 @@ class MoELayer(Block):
         self.bank, self.router, self.shared = bank, router, shared
         self._require_fit()
         self.placement = _placement(placement, cards, bank.device)
-        self.register_buffer(
-            "fault", torch.zeros(1, dtype=torch.int64, device=bank.device), persistent=False
-        )
+        with torch.inference_mode(False):  # else it could not be written outside of that mode
+            fault = torch.zeros(1, dtype=torch.int64, device=bank.device)
+        self.register_buffer("fault", fault, persistent=False)
         self.plan()
         self._arena().reserve(self.workspace_bytes())
 

@@ -62,8 +62,10 @@ class Arena:
         lock.
         """
         with self.lock:
-            if nbytes > self.nbytes:
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # Memory made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                if nbytes > self.nbytes:
+                    self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def views(self, regions: Sequence[Region]) -> dict[str, Tensor]:
         """The regions as tensors, side by side from the start of the arena.
@@ -77,12 +79,12 @@ class Arena:
                 f"{total_bytes(regions)} are needed; reserve them first"
             )
         views, offset = {}, 0
-        for region in regions:
-            size = prod(region.shape) * region.dtype.itemsize
-            views[region.name] = (
-                self._buffer[offset : offset + size].view(region.dtype).view(region.shape)
-            )
-            offset += region.nbytes
+        with torch.inference_mode(False):  # as in `reserve`: these are kept from call to call
+            for region in regions:
+                size = prod(region.shape) * region.dtype.itemsize
+                part = self._buffer[offset : offset + size]
+                views[region.name] = part.view(region.dtype).view(region.shape)
+                offset += region.nbytes
         return views
 
     def fill(self, byte: int) -> None:

@@ -1,16 +1,20 @@
 """The dots of contract section 4: tiles of 4 weight rows by 1 or 4 tokens, 16 lanes each.
 
-A tile walks k once. Lane j of each (row, token) takes k = j, j + 16, ... with a multiply and an
-add (two roundings); at the end of a chain the 16 lanes are added as a fixed tree, and total =
-fma(chain, scale, total). The scale is the token's scale of class `a8`; everywhere else it is 1,
-and then that fma is the add of two segments. So one tile serves routed experts (`a16`: one chain),
-`a8` (chains of 128), and dense parts (segments of 4096).
+A tile walks k once. Lane j of each (row, token) takes k = j, j + 16, ... with a multiply and an add
+(two roundings); at the end of a chain the 16 lanes are added as a fixed tree, and total =
+fma(chain, scale, total). The scale is the token's scale of class `a8`; everywhere else it is 1, and
+then that fma is the add of two segments. So one tile serves routed experts (`a16`: one chain), `a8`
+(chains of 128), and dense parts (segments of 4096).
+
+A fused tile does the multiply and the add as one fma. Where every product is exact in float32 that
+is the same number, and half the work; exact.py says where that is.
 
 Weights are read as packed bytes and decoded in registers. Tiles are compiled once a process, when
 first used, and called by address.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 from llvmlite import ir
@@ -26,6 +30,7 @@ from exactmoe.kernels.cpu.vectors import (
     LANES_F32,
     bf16,
     e2m1,
+    e2m1_avx512,
     fma,
     load,
     shuffle,
@@ -37,90 +42,131 @@ from exactmoe.kernels.cpu.vectors import (
 
 ROWS = 4
 TOKENS = (1, 4)
-# Weight format: elements that one block scale covers, bits of an element, what reads 16 elements.
-_BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16, "f32": 16}
-_BITS = {"nvfp4": 4, "mxfp4": 4, "bf16": 16, "f32": 32}
-# Fields of `geometry`, int64: elements of k in all and in one chain; bytes from a chain's token
-# scale to the next.
+FORMATS = ("nvfp4", "mxfp4", "bf16", "f32")
+SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64)"
+# Fields of `geometry`, int64: elements of k in all and in one chain; bytes between token scales.
 GEOMETRY = ("columns", "chain", "token_scale_step")
+_STEP_BYTES = {"nvfp4": 8, "mxfp4": 8, "bf16": 32, "f32": 64}  # bytes of 16 elements
+_BLOCK_STEPS = {"nvfp4": 1, "mxfp4": 2}  # steps of 16 elements that share a block scale
+_UNROLL = 2
 
 
-def _operand(
-    builder: ir.IRBuilder, format: str, address: ir.Value, scale: ir.Value | None
-) -> ir.Value:
-    if format == "f32":
-        return load(builder, address, LANES_F32, 4)
-    if format == "bf16":
-        return bf16(builder, address)
-    return builder.fmul(e2m1(builder, address), scale)
+@dataclass(frozen=True)
+class _Emitter:
+    """Writes the body of one tile. The addresses are LLVM values, int64."""
 
+    builder: ir.IRBuilder
+    format: str
+    num_tokens: int
+    fused: bool
+    avx512: bool
+    rows: list[ir.Value]
+    row_scales: list[ir.Value]
+    table: ir.Value
+    tokens: list[ir.Value]
+    cells: list[ir.Value]
 
-def _emit(builder: ir.IRBuilder, format: str, num_tokens: int, arguments: list[ir.Value]) -> None:
-    """The body of one tile; arguments as in `call_tile`, without the function."""
-    rows, row_scales, table, tokens, token_scales, geometry, out = arguments
-    packed = format in ("nvfp4", "mxfp4")
-    cells = ROWS * num_tokens
+    def values(self, row: ir.Value, step: ir.Value, count: int) -> list[ir.Value]:
+        """Elements of a row as float32, `count` vectors of 16 from step on, without block scale."""
+        builder, size = self.builder, _STEP_BYTES[self.format]
+        at = builder.add(row, builder.mul(step, ir.Constant(I64, size)))
+        if self.avx512 and self.format in _BLOCK_STEPS:
+            return e2m1_avx512(builder, at, count)
+        places = [builder.add(at, ir.Constant(I64, size * i)) for i in range(count)]
+        if self.format == "f32":
+            return [load(builder, place, LANES_F32, 4) for place in places]
+        return [(bf16 if self.format == "bf16" else e2m1)(builder, place) for place in places]
 
-    def constant(value: int) -> ir.Constant:
-        return ir.Constant(I64, value)
+    def operands(self, row: int, step: ir.Value, count: int) -> list[ir.Value]:
+        """`count` vectors of 16 operands of a row."""
+        builder = self.builder
+        values = self.values(self.rows[row], step, count)
+        if self.format not in _BLOCK_STEPS:
+            return values
+        per_scale = _BLOCK_STEPS[self.format]
+        first = builder.udiv(step, ir.Constant(I64, per_scale))
+        scaled = []
+        for i, value in enumerate(values):
+            place = builder.add(first, ir.Constant(I64, i // per_scale))
+            scale = table_entry(builder, self.table, builder.add(self.row_scales[row], place))
+            scaled.append(builder.fmul(value, splat(builder, scale)))
+        return scaled
 
-    def entry_of(array: ir.Value, index: int) -> ir.Value:
-        return load(builder, builder.add(array, constant(8 * index)), I64, 8)
-
-    row_of = [entry_of(rows, r) for r in range(ROWS)]
-    row_scale_of = [entry_of(row_scales, r) for r in range(ROWS)] if packed else []
-    token_of = [entry_of(tokens, t) for t in range(num_tokens)]
-    token_scale_of = [entry_of(token_scales, t) for t in range(num_tokens)]
-    columns, chain, scale_step = (entry_of(geometry, i) for i in range(len(GEOMETRY)))
-
-    lanes = [cgutils.alloca_once(builder, LANES_F32) for _ in range(cells)]
-    total = cgutils.alloca_once(builder, ir.VectorType(F32, cells))
-    start = cgutils.alloca_once_value(builder, constant(0))
-    scale_offset = cgutils.alloca_once_value(builder, constant(0))
-    builder.store(ir.Constant(total.type.pointee, [0.0] * cells), total)
-
-    block = constant(_BLOCK[format])
-    steps_per_block = _BLOCK[format] // LANES
-
-    def block_step(k: ir.Value) -> None:
-        scales: list[ir.Value | None] = [None] * ROWS
-        if packed:
-            offset = builder.udiv(k, block)
-            scales = [
-                splat(builder, table_entry(builder, table, builder.add(a, offset)))
-                for a in row_scale_of
-            ]
-        for step in range(steps_per_block):
-            here = builder.add(k, constant(step * LANES))
-            code_offset = builder.lshr(builder.mul(here, constant(_BITS[format])), constant(3))
-            operands = [
-                _operand(builder, format, builder.add(row_of[r], code_offset), scales[r])
-                for r in range(ROWS)
-            ]
-            token_offset = builder.shl(here, constant(2))
-            for t in range(num_tokens):
-                x = load(builder, builder.add(token_of[t], token_offset), LANES_F32, 4)
+    def steps(self, step: ir.Value, count: int) -> None:
+        """Add the products of `count` x 16 elements to every cell, k ascending."""
+        builder = self.builder
+        operands = [self.operands(r, step, count) for r in range(ROWS)]
+        for i in range(count):
+            offset = builder.shl(builder.add(step, ir.Constant(I64, i)), ir.Constant(I64, 6))
+            for t, token in enumerate(self.tokens):
+                x = load(builder, builder.add(token, offset), LANES_F32, 4)
                 for r in range(ROWS):
-                    cell = lanes[t * ROWS + r]
-                    product = builder.fmul(operands[r], x)
-                    builder.store(builder.fadd(builder.load(cell), product), cell)
+                    cell = self.cells[t * ROWS + r]
+                    old, w = builder.load(cell), operands[r][i]
+                    if self.fused:
+                        new = fma(builder, w, x, old)
+                    else:
+                        new = builder.fadd(old, builder.fmul(w, x))
+                    builder.store(new, cell)
 
-    with cgutils.loop_nest(builder, [_ceil_div(builder, columns, chain)], I64):
-        for cell in lanes:
+    def chain(self, first: ir.Value, length: ir.Value) -> ir.Value:
+        """The sums of one chain, a vector of float32 in the order of the cells; counts of steps."""
+        builder = self.builder
+        for cell in self.cells:
             builder.store(ir.Constant(LANES_F32, [0.0] * LANES), cell)
-        first = builder.load(start)
-        left = builder.sub(columns, first)
-        length = builder.select(builder.icmp_unsigned("<", left, chain), left, chain)
-        with cgutils.for_range(builder, builder.udiv(length, block)) as loop:
-            block_step(builder.add(first, builder.mul(loop.index, block)))
-        sums = sums_of_lanes(builder, [builder.load(cell) for cell in lanes])
-        offset = builder.load(scale_offset)
-        token_scale = _per_token(
-            builder, [load(builder, builder.add(a, offset), F32, 4) for a in token_scale_of]
-        )
-        builder.store(fma(builder, sums, token_scale, builder.load(total)), total)
-        builder.store(builder.add(first, length), start)
-        builder.store(builder.add(offset, scale_step), scale_offset)
+        rounds = builder.udiv(length, ir.Constant(I64, _UNROLL))
+        with cgutils.for_range(builder, rounds) as loop:
+            done = builder.mul(loop.index, ir.Constant(I64, _UNROLL))
+            self.steps(builder.add(first, done), _UNROLL)
+        odd = builder.urem(length, ir.Constant(I64, _UNROLL))
+        with builder.if_then(builder.icmp_unsigned("!=", odd, ir.Constant(I64, 0)), likely=False):
+            # MXFP4 never comes here: its k is a multiple of 32.
+            if self.format != "mxfp4":
+                self.steps(builder.add(first, builder.sub(length, odd)), 1)
+        return sums_of_lanes(builder, [builder.load(cell) for cell in self.cells])
+
+
+def _emit(
+    builder: ir.IRBuilder, format: str, num_tokens: int, modes: tuple[bool, bool], arguments: list
+) -> None:
+    """The body of one tile; modes: (fused, avx512); arguments: those of `call_tile` but one."""
+    rows, row_scales, table, tokens, token_scales, geometry, out = arguments
+
+    def entries(array: ir.Value, count: int) -> list[ir.Value]:
+        places = [builder.add(array, ir.Constant(I64, 8 * i)) for i in range(count)]
+        return [load(builder, place, I64, 8) for place in places]
+
+    num_cells = ROWS * num_tokens
+    emitter = _Emitter(
+        builder,
+        format,
+        num_tokens,
+        *modes,
+        rows=entries(rows, ROWS),
+        row_scales=entries(row_scales, ROWS),
+        table=table,
+        tokens=entries(tokens, num_tokens),
+        cells=[cgutils.alloca_once(builder, LANES_F32) for _ in range(num_cells)],
+    )
+    columns, chain_columns, scale_step = entries(geometry, len(GEOMETRY))
+    shift = ir.Constant(I64, LANES.bit_length() - 1)
+    num_steps, chain_steps = builder.lshr(columns, shift), builder.lshr(chain_columns, shift)
+    scale_places = entries(token_scales, num_tokens)
+
+    total = cgutils.alloca_once_value(
+        builder, ir.Constant(ir.VectorType(F32, num_cells), [0.0] * num_cells)
+    )
+    first = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
+    with cgutils.for_range(builder, _ceil_div(builder, num_steps, chain_steps)) as loop:
+        start = builder.load(first)
+        left = builder.sub(num_steps, start)
+        length = builder.select(builder.icmp_unsigned("<", left, chain_steps), left, chain_steps)
+        sums = emitter.chain(start, length)
+        offset = builder.mul(loop.index, scale_step)
+        scales = [load(builder, builder.add(place, offset), F32, 4) for place in scale_places]
+        scaled = fma(builder, sums, _per_token(builder, scales), builder.load(total))
+        builder.store(scaled, total)
+        builder.store(builder.add(start, length), first)
     store(builder, builder.load(total), out)
 
 
@@ -130,42 +176,41 @@ def _ceil_div(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 def _per_token(builder: ir.IRBuilder, scales: list[ir.Value]) -> ir.Value:
     """Each token's scale once for each of its ROWS cells."""
-    type_ = ir.VectorType(F32, len(scales))
-    vector = ir.Constant(type_, ir.Undefined)
+    vector = ir.Constant(ir.VectorType(F32, len(scales)), ir.Undefined)
     for t, scale in enumerate(scales):
         vector = builder.insert_element(vector, scale, ir.Constant(ir.IntType(32), t))
     return shuffle(builder, vector, vector, [t for t in range(len(scales)) for _ in range(ROWS)])
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing, format, num_tokens, rows, row_scales, table, tokens, token_scales, geometry, out):
-    format_value, num_tokens_value = format.literal_value, num_tokens.literal_value
-
+def _tile(typing, format, num_tokens, fused, rows, scales, table, tokens, x_scales, geometry, out):
     def generate(context, builder, signature, args):
-        _emit(builder, format_value, num_tokens_value, list(args[2:]))
+        features = context.codegen().magic_tuple()[2]
+        modes = (bool(fused.literal_value), "+avx512bw" in features)
+        _emit(builder, format.literal_value, num_tokens.literal_value, modes, list(args[3:]))
         return context.get_dummy_value()
 
-    return types.void(format, num_tokens, *[types.int64] * 7), generate
+    return types.void(format, num_tokens, fused, *[types.int64] * 7), generate
 
 
-SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64)"
-
-
-def tile_source(format: str, num_tokens: int) -> Callable:
+def tile_source(format: str, num_tokens: int, fused: bool) -> Callable:
     """The function that numba compiles to a tile of ROWS rows by num_tokens (1 or 4) tokens."""
+    mode = int(fused)
 
     def body(rows, row_scales, table, tokens, token_scales, geometry, out):
-        _tile(format, num_tokens, rows, row_scales, table, tokens, token_scales, geometry, out)
+        _tile(
+            format, num_tokens, mode, rows, row_scales, table, tokens, token_scales, geometry, out
+        )
 
     return body
 
 
 @cache
-def tile(format: str, num_tokens: int) -> Callable:
+def tile(format: str, num_tokens: int, fused: bool) -> Callable:
     """The compiled tile of a weight format by num_tokens tokens."""
-    return entry(SIGNATURE)(tile_source(format, num_tokens))
+    return entry(SIGNATURE)(tile_source(format, num_tokens, fused))
 
 
-def tile_address(format: str, num_tokens: int) -> int:
+def tile_address(format: str, num_tokens: int, fused: bool = False) -> int:
     """Where the machine code of a tile is, for `call_tile`."""
-    return tile(format, num_tokens).address
+    return tile(format, num_tokens, fused).address

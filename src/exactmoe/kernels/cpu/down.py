@@ -3,6 +3,7 @@
 import numpy as np
 
 from exactmoe.kernels.cpu.compile import kernel_jit
+from exactmoe.kernels.cpu.exact import exact_rows
 from exactmoe.kernels.cpu.functions import canonical, round_bf16
 from exactmoe.kernels.cpu.intrinsics import next_piece
 from exactmoe.kernels.cpu.project import (
@@ -23,7 +24,9 @@ def down(values, scales, weight, routes, geometry, round_slot, out, counter):
     num_blocks = -(-num_rows // BLOCK_ROWS)
     active = np.empty(offsets.shape[0], np.int64)
     num_active = active_experts(offsets, active)
-    addresses = np.empty((2, CHUNK_TOKENS), np.int64)
+    exact = np.empty(values.shape[0], np.bool_)
+    exact_rows(values, exact)
+    addresses = np.empty((3, CHUNK_TOKENS), np.int64)
     block = np.empty((CHUNK_TOKENS, BLOCK_ROWS), np.float32)
     while True:
         piece = next_piece(counter)
@@ -35,7 +38,7 @@ def down(values, scales, weight, routes, geometry, round_slot, out, counter):
         for first in range(offsets[expert], offsets[expert + 1], CHUNK_TOKENS):
             served = slots[first : min(first + CHUNK_TOKENS, offsets[expert + 1])]
             read = addresses[:, : served.shape[0]]
-            token_addresses(values, scales, served, 1, read)
+            token_addresses(values, scales, exact, served, 1, read)
             project(weight[0], weight[1], weight[2], expert, first_row, rows, read, geometry, block)
             for i in range(served.shape[0]):
                 slot = served[i]

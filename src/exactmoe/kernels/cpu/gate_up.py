@@ -3,6 +3,7 @@
 import numpy as np
 
 from exactmoe.kernels.cpu.compile import kernel_jit
+from exactmoe.kernels.cpu.exact import exact_rows
 from exactmoe.kernels.cpu.functions import canonical, round_bf16, swiglu32
 from exactmoe.kernels.cpu.intrinsics import next_piece
 from exactmoe.kernels.cpu.project import (
@@ -30,7 +31,9 @@ def gate_up(values, scales, gate, up, routes, geometry, weights, limit, round_h,
     num_blocks = -(-num_rows // BLOCK_ROWS)
     active = np.empty(offsets.shape[0], np.int64)
     num_active = active_experts(offsets, active)
-    addresses = np.empty((2, CHUNK_TOKENS), np.int64)
+    exact = np.empty(values.shape[0], np.bool_)
+    exact_rows(values, exact)
+    addresses = np.empty((3, CHUNK_TOKENS), np.int64)
     g = np.empty((CHUNK_TOKENS, BLOCK_ROWS), np.float32)
     u = np.empty((CHUNK_TOKENS, BLOCK_ROWS), np.float32)
     weighted = weights.shape[0] > 0
@@ -44,7 +47,7 @@ def gate_up(values, scales, gate, up, routes, geometry, weights, limit, round_h,
         for first in range(offsets[expert], offsets[expert + 1], CHUNK_TOKENS):
             served = slots[first : min(first + CHUNK_TOKENS, offsets[expert + 1])]
             read = addresses[:, : served.shape[0]]
-            token_addresses(values, scales, served, per_token, read)
+            token_addresses(values, scales, exact, served, per_token, read)
             project(gate[0], gate[1], gate[2], expert, first_row, rows, read, geometry, g)
             project(up[0], up[1], up[2], expert, first_row, rows, read, geometry, u)
             for i in range(served.shape[0]):

@@ -4,7 +4,7 @@ of.
 A weight comes as three arrays (ops/cpu/prepare.py makes them):
     experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of the values
     of its scale bytes factors  float32 [E]: what the accumulator is multiplied by, or divided by
-    layout   int64 [7]: see the names below
+    layout   int64 [9]: see the names below
 """
 
 import numpy as np
@@ -16,15 +16,16 @@ from exactmoe.kernels.cpu.intrinsics import call_tile
 BLOCK_ROWS = 32  # rows of one piece of work
 CHUNK_TOKENS = 64  # tokens whose results a thread holds at a time
 CODES, SCALES, TABLE = 0, 1, 2
-NUM_ROWS, COLUMNS, ROW_BYTES, SCALE_ROW_BYTES, DIVIDE, TILE_1, TILE_4 = range(7)
+NUM_ROWS, COLUMNS, ROW_BYTES, SCALE_ROW_BYTES, DIVIDE = range(5)
+TILE_1, TILE_4, FUSED_1, FUSED_4 = range(5, 9)
 
 ONE = np.ones(1, np.float32)  # the token scale of everything but `a8`
 
 
 @device
-def token_addresses(values, scales, slots, per_token, addresses):
-    """Fill addresses int64 [2, n]: of the row of values, and of the row of scales, that each of n
-    slots reads.
+def token_addresses(values, scales, exact, slots, per_token, addresses):
+    """Fill addresses int64 [3, n]: of the row of values, and of the row of scales, that each of n
+    slots reads, and 1 where the row is exact (exact.py).
 
     per_token: slots that share a row (top_k for x, 1 for h). scales with no columns: no scales.
     """
@@ -34,6 +35,7 @@ def token_addresses(values, scales, slots, per_token, addresses):
         row = slots[i] // per_token
         addresses[0, i] = values.ctypes.data + row * value_bytes
         addresses[1, i] = scales.ctypes.data + row * scale_bytes if scale_bytes else ONE.ctypes.data
+        addresses[2, i] = exact[row]
 
 
 @device
@@ -41,7 +43,7 @@ def project(experts, factors, layout, expert, first_row, num_rows, addresses, ge
     """Accumulators with their global scale: out float32 [n, BLOCK_ROWS], columns from num_rows on
     are not written.
 
-    addresses int64 [2, n] from token_addresses; geometry int64 [3] as in dot.py.
+    addresses int64 [3, n] from token_addresses; geometry int64 [3] as in dot.py.
     """
     num_tokens = addresses.shape[1]
     last_row = first_row + num_rows - 1
@@ -58,13 +60,17 @@ def project(experts, factors, layout, expert, first_row, num_rows, addresses, ge
         while token < num_tokens:
             single = num_tokens - token == 1
             width = 1 if single else 4
+            fused = True
             for t in range(width):
                 # A short group repeats its last token.
                 source = min(token + t, num_tokens - 1)
                 tokens[t] = addresses[0, source]
                 tokens[4 + t] = addresses[1, source]
+                fused = fused and addresses[2, source] == 1
             call_tile(
-                layout[TILE_1] if single else layout[TILE_4],
+                layout[
+                    (FUSED_1 if fused else TILE_1) if single else (FUSED_4 if fused else TILE_4)
+                ],
                 rows.ctypes.data,
                 rows.ctypes.data + 8 * ROWS,
                 experts[expert, TABLE],

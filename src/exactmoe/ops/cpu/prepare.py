@@ -9,7 +9,8 @@ from torch import Tensor
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight, exponent_range
 from exactmoe.formats.scales import E4M3_VALUES, E8M0_BIAS
-from exactmoe.kernels.cpu.dot import tile_address
+from exactmoe.kernels.cpu.dot import TOKENS, tile_address
+from exactmoe.kernels.cpu.exact import WEIGHT_EXPONENTS
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -39,7 +40,7 @@ class CpuWeight:
         weight: the packed weight, kept so that the addresses stay valid.
         experts: int64 [E, 3]: addresses of codes, block scales and values of scale bytes.
         factors: float32 [E]: global scales; 2^p for MXFP4; 1 for BF16.
-        layout: int64 [7].
+        layout: int64 [9].
     """
 
     weight: PackedWeight
@@ -89,12 +90,21 @@ def prepare(weight: PackedWeight) -> CpuWeight:
             codes.stride(1) * codes.element_size(),
             scale_row_bytes,
             weight.global_scale_op == "divide" and weight.global_scale is not None,
-            tile_address(weight.format, 1),
-            tile_address(weight.format, 4),
+            *(tile_address(weight.format, tokens) for tokens in TOKENS),
+            *(tile_address(weight.format, tokens, _exact(weight)) for tokens in TOKENS),
         ],
         np.int64,
     )
     return CpuWeight(weight, experts, factors, layout)
+
+
+def _exact(weight: PackedWeight) -> bool:
+    """Whether kernels/cpu/exact.py covers every operand of this weight."""
+    if weight.format != "bf16":
+        return True
+    low, high = (2.0**exponent for exponent in WEIGHT_EXPONENTS)
+    magnitudes = (expert.abs() for expert in weight.codes)
+    return all(bool(((m == 0) | ((m >= low) & (m <= high))).all()) for m in magnitudes)
 
 
 def _require_contiguous_rows(name: str, tensor: Tensor) -> None:

@@ -3,12 +3,21 @@
 import numba
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from exactmoe import ops
 from exactmoe.config import Numerics
+from exactmoe.formats import PackedWeight, apply_global_scale, operand
+from exactmoe.formats.rows import Rows
+from exactmoe.kernels.cpu.dot import tile_address
 from exactmoe.kernels.cpu.exact import exact_rows
-from layers import assert_same_bits
-from paths import Call
+from exactmoe.ops.cpu.down import down
+from exactmoe.ops.cpu.prepare import CpuWeight, prepare
+from exactmoe.reference import dot
+from exactmoe.reference.functions import canonical
+from exactmoe.runtime.routes import RouteTable
+from layers import assert_same_bits, exact_weight
+from paths import random_weight
 
 
 @pytest.mark.parametrize(
@@ -35,13 +44,58 @@ def test_range(value, inside):
     assert exact.tolist() == [True, inside, True]
 
 
-@pytest.mark.parametrize("value", [2.0**-133, 2.0**-126, 2.0**-100, 2.0**100, 2.0**127])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "bf16"])
-def test_rows_outside_of_the_range_have_the_reference_bytes(value, format, rng):
-    call = Call.random(rng, format, "a16", (64, 32), 9)
-    call.numerics, call.swiglu_limit = Numerics(slot="f32"), None
-    call.x[::2] *= value
-    call.x = call.x.bfloat16().float()
-    found, expected = call.run(ops.path("cpu")), call.run(ops.path("reference"))
-    assert_same_bits(found["h"], expected["h"])
-    assert_same_bits(found["slots"], expected["slots"])
+def one_token(x: Tensor, prepared: CpuWeight) -> Tensor:
+    """x float32 [1, K] through `down` of one expert: float32 [1, N]."""
+    out = torch.empty(1, prepared.weight.rows)
+    one = torch.zeros(1, dtype=torch.int64)
+    routes = RouteTable(torch.tensor([0, 1]), one, one.clone())
+    down(Rows(x, None), prepared, routes, Numerics(slot="f32"), out)
+    return out
+
+
+def underflow(rng: torch.Generator) -> tuple[PackedWeight, Tensor]:
+    """One block of a large exponent that meets zeros; elsewhere the products are subnormal."""
+    weight = random_weight(rng, "mxfp4", 1, 64, 1024)
+    assert weight.scales is not None
+    weight.scales[..., 0], weight.scales[..., 1:] = 119, 30
+    x = (torch.randn(1, 1024, generator=rng) * 2.0**-58).bfloat16().float()
+    x[:, :32] = 0.0
+    return weight, x
+
+
+def overflow(rng: torch.Generator) -> tuple[PackedWeight, Tensor]:
+    """-4 x 2^125 and then 4 x 2^126 in one lane: the second overflows, the sum would not."""
+    values = torch.zeros(1, 4, 32)
+    values[0, :, 0], values[0, :, 16] = -4.0, 4.0
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16] = 2.0**125, 2.0**126
+    return exact_weight("nvfp4", values), x
+
+
+def small_bf16(rng: torch.Generator) -> tuple[PackedWeight, Tensor]:
+    """A bf16 weight of 2^-100 and smaller, x of 2^-40 and larger."""
+    values = torch.randn(1, 64, 1024, generator=rng) * 2.0**-100
+    return PackedWeight("bf16", values.bfloat16()), torch.full((1, 1024), 3 * 2.0**-40)
+
+
+CASES = [underflow, overflow, small_bf16]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outside_of_the_range_the_bytes_are_the_references(case, rng):
+    weight, x = case(rng)
+    accumulators = dot(operand(weight, 0), x)
+    expected = canonical(apply_global_scale(weight, 0, accumulators))
+    assert_same_bits(one_token(x, prepare(weight)), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outside_of_the_range_fused_products_would_differ(case, rng):
+    """The fault that the test above looks for: rows that are taken as exact and are not."""
+    weight, x = case(rng)
+    prepared = prepare(weight)
+    expected = one_token(x, prepared)
+    prepared.layout[5:7] = [tile_address(weight.format, tokens, True) for tokens in (1, 4)]
+    prepared.layout[7:9] = prepared.layout[5:7]
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_bits(one_token(x, prepared), expected)

@@ -17,7 +17,9 @@ OUTCOMES = ("accepted", "incomplete", "refused")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Held-out text from a top-level `def` or `class` on, `PROMPT_TOKENS` tokens long (bos included)."""
+    """Held-out text from a top-level `def` or `class` on, `PROMPT_TOKENS` tokens long (bos
+    included).
+    """
 
     source: str
     token_ids: tuple[int, ...]
@@ -26,8 +28,8 @@ class Prompt:
 def outcome(text: str) -> str:
     """One of `OUTCOMES` for `text` up to its last line break.
 
-    "incomplete": the text ends inside an open bracket or triple-quoted string, which may be the cut's fault.
-    It is counted by itself, and never as accepted.
+    "incomplete": the text ends inside an open bracket or triple-quoted string, which may be the
+    cut's fault. It is counted by itself, and never as accepted.
     """
     lines = text[: text.rfind("\n") + 1]
     try:
@@ -42,14 +44,18 @@ def outcome(text: str) -> str:
 def prompts(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """`NUM_PROMPTS` prompts spread evenly over the held-out files.
 
-    A start counts only if the file itself, cut at the same token, is accepted: so the ceiling is 100 %.
+    A start counts only if `tokenize` accepts the prompt (it does not end inside a bracket or
+    docstring) and the file itself cut where a continuation is cut: so the ceiling is 100 %.
     """
     candidates = []
     for source, text in heldout_texts().items():
         for start in re.finditer(r"^(?:def|class) ", text, re.MULTILINE):
             ids = tokenizer(text[start.start() : start.start() + 4000])["input_ids"]
             cut = ids[: PROMPT_TOKENS + NEW_TOKENS]
-            if len(cut) == PROMPT_TOKENS + NEW_TOKENS and outcome(tokenizer.decode(cut[1:])) == "accepted":
+            wholes = (tokenizer.decode(cut[1:PROMPT_TOKENS]), tokenizer.decode(cut[1:]))
+            if len(cut) == PROMPT_TOKENS + NEW_TOKENS and all(
+                outcome(whole) == "accepted" for whole in wholes
+            ):
                 candidates.append(Prompt(source, tuple(ids[:PROMPT_TOKENS])))
     if len(candidates) < NUM_PROMPTS:
         raise ValueError(f"need {NUM_PROMPTS} prompts, the held-out files give {len(candidates)}")
@@ -60,15 +66,25 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
 def continue_greedily(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chosen: list[Prompt]
 ) -> list[dict[str, str]]:
-    """Source, prompt, continuation and outcome of each prompt; all prompts have one length, so no padding."""
+    """Source, prompt, continuation and outcome of each prompt; all prompts have one length, so no
+    padding.
+    """
     ids = torch.tensor([prompt.token_ids for prompt in chosen], device=model.device)
-    made = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[:, PROMPT_TOKENS:].tolist()
+    made = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[
+        :, PROMPT_TOKENS:
+    ].tolist()
     results = []
     for prompt, row in zip(chosen, made, strict=True):
         row = row[: row.index(EOS_ID)] if EOS_ID in row else row
         start, more = tokenizer.decode(prompt.token_ids[1:]), tokenizer.decode(row)
-        results.append({"source": prompt.source, "prompt": start, "continuation": more,
-                        "outcome": outcome(start + more)})  # fmt: skip
+        results.append(
+            {
+                "source": prompt.source,
+                "prompt": start,
+                "continuation": more,
+                "outcome": outcome(start + more),
+            }
+        )
     return results
 
 

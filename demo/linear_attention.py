@@ -1,7 +1,8 @@
 """A faster form of GLM-5-Next's chunked linear attention, for training only.
 
-transformers' reference walks row by row through each chunk: thousands of tiny launches a step. Here the same
-triangular system is solved by one call. Mathematically equal; the sums run in another order.
+transformers' reference walks row by row through each chunk: thousands of tiny launches a step. Here
+the same triangular system is solved by one call. Mathematically equal; the sums run in another
+order.
 """
 
 from collections.abc import Iterator
@@ -19,20 +20,27 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def solved_chunks(query, key, value, g, beta, initial_state, output_final_state, **unused):
-    """Same arguments and result as `chunk_kimi_delta_attention` without a cache; tensors (B, S, heads, dim)."""
+    """Same arguments and result as `chunk_kimi_delta_attention` without a cache; tensors (B, S,
+    heads, dim).
+    """
     if initial_state is not None or output_final_state or query.shape[1] % CHUNK:
-        raise ValueError(f"training form: needs no cache and a multiple of {CHUNK} tokens, got {query.shape[1]}")
+        raise ValueError(
+            f"training form: needs no cache and a multiple of {CHUNK} tokens, got {query.shape[1]}"
+        )
     with torch.autocast(query.device.type, enabled=False):
         return solve(query, key, value, g, beta).to(query.dtype), None
 
 
 def solve(query, key, value, g, beta):
     """The attention itself, in f32; result (B, S, heads, dim)."""
-    query, key, value, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta[..., None]))
+    query, key, value, g, beta = (
+        x.transpose(1, 2).float() for x in (query, key, value, g, beta[..., None])
+    )
     query, key = unit(query) * query.shape[-1] ** -0.5, unit(key)
     batch, heads, tokens, dim = key.shape
     query, key, value, g, beta = (
-        x.reshape(batch, heads, tokens // CHUNK, CHUNK, x.shape[-1]) for x in (query, key, value, g, beta)
+        x.reshape(batch, heads, tokens // CHUNK, CHUNK, x.shape[-1])
+        for x in (query, key, value, g, beta)
     )
     g = g.cumsum(-2)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)

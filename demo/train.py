@@ -1,7 +1,8 @@
 """Train one demo model for a given time and save its bf16 original.
 
-`python demo/train.py --family glm5_next --data DIR --out DIR --seconds 430`; DIR of `--data` is made by corpus.py.
-The learning rate follows elapsed time, so a slower machine trains fewer steps on the same schedule.
+`python demo/train.py --family glm5_next --data DIR --out DIR --seconds 430`; DIR of `--data` is
+made by corpus.py. The learning rate follows elapsed time, so a slower machine trains fewer steps on
+the same schedule.
 """
 
 import argparse
@@ -16,7 +17,15 @@ import torch.nn.functional as F
 from continuations import continue_greedily, prompts, tally
 from corpus import BOS_ID
 from linear_attention import solved_linear_attention
-from models import FAMILIES, fill_hash_tables, load_original, make_model, routers, save_original
+from models import (
+    FAMILIES,
+    fill_hash_tables,
+    load_original,
+    make_model,
+    routers,
+    run_in_f32,
+    save_original,
+)
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
@@ -27,27 +36,19 @@ EVALUATIONS = 10
 
 
 def all_experts(experts, hidden_states, expert_ids, routing_weights):
-    """Every expert on every token, the unselected with weight 0: exact, and without the gathers, sorts and
-    host syncs that would dominate at this size. Shapes (tokens, H), (tokens, top_k), (tokens, top_k) -> (tokens, H).
+    """Every expert on every token, the unselected with weight 0: exact, and without the gathers,
+    sorts and host syncs that would dominate at this size. Shapes (tokens, H), (tokens, top_k),
+    (tokens, top_k) -> (tokens, H).
     """
     num_experts, double, hidden = experts.gate_up_proj.shape
     weights = hidden_states.new_zeros(len(hidden_states), num_experts, dtype=routing_weights.dtype)
     weights = weights.scatter(1, expert_ids, routing_weights)
-    gate_up = F.linear(hidden_states, experts.gate_up_proj.view(-1, hidden)).view(-1, num_experts, double)
+    gate_up = F.linear(hidden_states, experts.gate_up_proj.view(-1, hidden)).view(
+        -1, num_experts, double
+    )
     inner = experts._apply_gate(gate_up) * weights[..., None].to(gate_up.dtype)
     down = experts.down_proj.transpose(1, 2).reshape(num_experts * double // 2, hidden)
     return inner.flatten(1) @ down
-
-
-def keep_in_f32(module: torch.nn.Module) -> None:
-    """Run `module` outside autocast, on f32 inputs: the router's choices and the stream mixing need it."""
-    stock = module.forward
-
-    def forward(*inputs):
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            return stock(*(x.float() if x.is_floating_point() else x for x in inputs))
-
-    module.forward = forward
 
 
 class LoadBalancer:
@@ -57,12 +58,16 @@ class LoadBalancer:
         self.routers = routers(model)
         self.loads: dict[str, torch.Tensor] = {}
         for name, router in self.routers.items():
-            router.register_forward_hook(lambda module, _, output, name=name: self.count(name, module, output[2]))
+            router.register_forward_hook(
+                lambda module, _, output, name=name: self.count(name, module, output[2])
+            )
 
     def count(self, name: str, router: torch.nn.Module, expert_ids: torch.Tensor) -> None:
         """Add one call's (tokens, top_k) ids to the load of router `name`."""
         ones = torch.ones_like(expert_ids, dtype=torch.float32).flatten()
-        load = torch.zeros(router.num_experts, device=expert_ids.device).scatter_add_(0, expert_ids.flatten(), ones)
+        load = torch.zeros(router.num_experts, device=expert_ids.device).scatter_add_(
+            0, expert_ids.flatten(), ones
+        )
         self.loads[name] = self.loads.get(name, 0) + load
 
     def move(self, step: float) -> None:
@@ -81,7 +86,9 @@ class LoadBalancer:
 
 
 def windows(tokens: torch.Tensor, batch: int) -> torch.Tensor:
-    """(batch, SEQUENCE + 1) random windows; half begin with bos, so that prompts from mid-file look familiar."""
+    """(batch, SEQUENCE + 1) random windows; half begin with bos, so that prompts from mid-file look
+    familiar.
+    """
     starts = torch.randint(len(tokens) - SEQUENCE - 1, (batch,), device=tokens.device)
     rows = tokens[starts[:, None] + torch.arange(SEQUENCE + 1, device=tokens.device)].long()
     rows[: batch // 2, 0] = BOS_ID
@@ -105,7 +112,9 @@ def heldout_loss(model: PreTrainedModel, tokens: torch.Tensor, batch: int) -> fl
 
 def make_optimizer(model: PreTrainedModel, peak: float, device: str) -> torch.optim.AdamW:
     """AdamW; matrices decay, vectors and the embedding do not."""
-    trained = [(n, p) for n, p in model.named_parameters() if ".visual." not in n and ".indexer." not in n]
+    trained = [
+        (n, p) for n, p in model.named_parameters() if ".visual." not in n and ".indexer." not in n
+    ]
     plain = [p for n, p in trained if p.ndim < 2 or "embed_tokens" in n]
     decayed = [p for n, p in trained if p.ndim >= 2 and "embed_tokens" not in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -113,14 +122,18 @@ def make_optimizer(model: PreTrainedModel, peak: float, device: str) -> torch.op
 
 
 def rate(fraction: float) -> float:
-    """Share of the peak learning rate at `fraction` of the time: linear warmup, then cosine to FINAL."""
+    """Share of the peak learning rate at `fraction` of the time: linear warmup, then cosine to
+    FINAL.
+    """
     if fraction < WARMUP:
         return max(fraction / WARMUP, 0.01)
     along = min((fraction - WARMUP) / (1 - WARMUP), 1.0)
     return FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * along))
 
 
-def train(model: PreTrainedModel, data: dict[str, torch.Tensor], arguments: argparse.Namespace) -> list[dict]:
+def train(
+    model: PreTrainedModel, data: dict[str, torch.Tensor], arguments: argparse.Namespace
+) -> list[dict]:
     """Train in place; returns the curve as one dictionary an evaluation."""
     optimizer = make_optimizer(model, arguments.peak, arguments.device)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -140,9 +153,13 @@ def train(model: PreTrainedModel, data: dict[str, torch.Tensor], arguments: argp
         running.append(loss.detach())
         if step in (10, 50) or fraction >= next_evaluation:
             next_evaluation += (fraction >= next_evaluation) / EVALUATIONS
-            row = {"step": step, "seconds": round(time.monotonic() - start, 1), "tokens": step * arguments.batch * SEQUENCE,
-                   "train": round(torch.stack(running).mean().item(), 4),
-                   "heldout": round(heldout_loss(model, data["heldout"], arguments.batch), 4)}  # fmt: skip
+            row = {
+                "step": step,
+                "seconds": round(time.monotonic() - start, 1),
+                "tokens": step * arguments.batch * SEQUENCE,
+                "train": round(torch.stack(running).mean().item(), 4),
+                "heldout": round(heldout_loss(model, data["heldout"], arguments.batch), 4),
+            }
             row["most_loaded"] = {n: round(max(load), 2) for n, load in balancer.relative().items()}
             running.clear()
             curve.append(row)
@@ -164,18 +181,24 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     ExpertsInterface.register("all_experts", all_experts)
-    tokens = {name: np.load(arguments.data / f"{name}.npy").astype(np.int32) for name in ("train", "heldout")}
+    tokens = {
+        name: np.load(arguments.data / f"{name}.npy").astype(np.int32)
+        for name in ("train", "heldout")
+    }
     data = {name: torch.from_numpy(row).to(arguments.device) for name, row in tokens.items()}
     if arguments.start:
         model = load_original(arguments.start).float()
     else:
         model = make_model(arguments.family)
-        fill_hash_tables(model, np.bincount(tokens["train"], minlength=model.get_input_embeddings().num_embeddings))
+        fill_hash_tables(
+            model,
+            np.bincount(tokens["train"], minlength=model.get_input_embeddings().num_embeddings),
+        )
     model.to(arguments.device).train()
     model.set_experts_implementation("all_experts")
     for name, module in model.named_modules():
         if name.endswith(("mlp.gate", "_hc", "hc_head")):
-            keep_in_f32(module)
+            run_in_f32(module)
     with solved_linear_attention():
         curve = train(model, data, arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -183,7 +206,9 @@ def main() -> None:
     (arguments.out / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
     tokenizer = AutoTokenizer.from_pretrained(arguments.out)
     # bf16 weights, f32 arithmetic: transformers 5.17 cannot run the DeepSeek architecture in bf16.
-    saved = load_original(arguments.out, experts_implementation="eager").float().to(arguments.device)
+    saved = (
+        load_original(arguments.out, experts_implementation="eager").float().to(arguments.device)
+    )
     results = continue_greedily(saved, tokenizer, prompts(tokenizer))
     (arguments.out / "continuations.json").write_text(json.dumps(results, indent=1) + "\n")
     print(arguments.family, tally(results), flush=True)

@@ -9,19 +9,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from transformers.models.glm5_next import modeling_glm5_next
 
 CHUNK = 32
 
 
-def unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: Tensor) -> Tensor:
     """`x` with rows of length 1 (epsilon 1e-6 under the root, as in transformers)."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def solved_chunks(query, key, value, g, beta, initial_state, output_final_state, **unused):
-    """Same arguments and result as `chunk_kimi_delta_attention` without a cache; tensors (B, S,
-    heads, dim).
+def solved_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: None,
+    output_final_state: bool,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """`chunk_kimi_delta_attention` without a cache: same arguments and result.
+
+    query, key, value and g are (B, S, heads, dim), beta is (B, S, heads), the result as value.
+    Raises ValueError for a cache, or where S is not a multiple of CHUNK.
     """
     if initial_state is not None or output_final_state or query.shape[1] % CHUNK:
         raise ValueError(
@@ -31,7 +43,7 @@ def solved_chunks(query, key, value, g, beta, initial_state, output_final_state,
         return solve(query, key, value, g, beta).to(query.dtype), None
 
 
-def solve(query, key, value, g, beta):
+def solve(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """The attention itself, in f32; result (B, S, heads, dim)."""
     query, key, value, g, beta = (
         x.transpose(1, 2).float() for x in (query, key, value, g, beta[..., None])

@@ -35,10 +35,16 @@ BIAS_STEP = 1e-3
 EVALUATIONS = 10
 
 
-def all_experts(experts, hidden_states, expert_ids, routing_weights):
-    """Every expert on every token, the unselected with weight 0: exact, and without the gathers,
-    sorts and host syncs that would dominate at this size. Shapes (tokens, H), (tokens, top_k),
-    (tokens, top_k) -> (tokens, H).
+def all_experts(
+    experts: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Every expert on every token, the unselected with weight 0: (tokens, H) -> (tokens, H).
+
+    Without the gathers, sorts and host syncs that would dominate at this size. `expert_ids` and
+    `routing_weights` are (tokens, top_k).
     """
     num_experts, double, hidden = experts.gate_up_proj.shape
     weights = hidden_states.new_zeros(len(hidden_states), num_experts, dtype=routing_weights.dtype)

@@ -32,17 +32,37 @@ def _ordered(ids, weights, num_experts, order):
 
 
 @device
-def _store(value, y_f32, y_bf16, token, column):
+def _store(row, y_f32, y_bf16, token, first):
+    """Write float32 row [W] to y [token, first : first + W], rounded once."""
+    width = row.shape[0]
     if y_f32.shape[0]:
-        y_f32[token, column] = canonical(value)
+        wide = y_f32[token, first : first + width]
+        for c in range(width):
+            wide[c] = canonical(row[c])
     else:
-        y_bf16[token, column] = np.uint16(bf16_bits(value))
+        narrow = y_bf16[token, first : first + width]
+        for c in range(width):
+            narrow[c] = np.uint16(bf16_bits(row[c]))
+
+
+@device
+def _add(total, term):
+    """total = total + term, elementwise."""
+    for c in range(total.shape[0]):
+        total[c] = total[c] + term[c]
+
+
+@device
+def _add_weighted(total, weight, term):
+    """total = total + weight x term, elementwise, two roundings."""
+    for c in range(total.shape[0]):
+        total[c] = total[c] + weight * term[c]
 
 
 @kernel_jit
 def combine(slots, expert_ids, weights, num_experts, weighted, shared, y_f32, y_bf16, counter):
-    """slots float32 [S, H], ids int32 [T, K], weights float32 [T, K], shared float32 [T, H] or [0,
-    H].
+    """slots float32 [S, H], ids int32 [T, K], weights float32 [T, K], shared float32 [T, H] or
+    [0, H].
 
     weighted: `a16`, s = s + weight x slot; else s = s + slot. One of y_f32 float32 and y_bf16
     uint16 is [T, H], the other [0, H].
@@ -58,35 +78,37 @@ def combine(slots, expert_ids, weights, num_experts, weighted, shared, y_f32, y_
             break
         token = piece // num_blocks
         first = (piece % num_blocks) * BLOCK
-        width = min(BLOCK, hidden - first)
+        last = min(first + BLOCK, hidden)
+        width = last - first
         count = _ordered(expert_ids[token], weights[token], num_experts, order)
         groups[:] = _ZERO
         for i in range(count):
             k = order[i]
-            group = groups[GROUPS * np.int64(expert_ids[token, k]) // num_experts]
-            row = slots[token * top_k + k, first : first + width]
-            weight = weights[token, k]
+            group = groups[GROUPS * np.int64(expert_ids[token, k]) // num_experts, :width]
+            slot = slots[token * top_k + k, first:last]
             if weighted:
-                for c in range(width):
-                    group[c] = group[c] + weight * row[c]
+                _add_weighted(group, weights[token, k], slot)
             else:
-                for c in range(width):
-                    group[c] = group[c] + row[c]
-        for c in range(width):
-            low = (groups[0, c] + groups[1, c]) + (groups[2, c] + groups[3, c])
-            high = (groups[4, c] + groups[5, c]) + (groups[6, c] + groups[7, c])
-            value = low + high
-            if shared.shape[0]:
-                value = value + shared[token, first + c]
-            _store(value, y_f32, y_bf16, token, first + c)
+                _add(group, slot)
+        step = 1
+        while step < GROUPS:
+            for left in range(0, GROUPS, 2 * step):
+                _add(groups[left, :width], groups[left + step, :width])
+            step *= 2
+        total = groups[0, :width]
+        if shared.shape[0]:
+            _add(total, shared[token, first:last])
+        _store(total, y_f32, y_bf16, token, first)
 
 
 @kernel_jit
 def finish(dense, y_f32, y_bf16, counter):
     """y = +0 + dense, float32 [T, H], rounded once; y_f32 and y_bf16 as in combine."""
+    row = np.empty(dense.shape[1], np.float32)
     while True:
         token = next_piece(counter)
         if token >= dense.shape[0]:
             break
-        for c in range(dense.shape[1]):
-            _store(_ZERO + dense[token, c], y_f32, y_bf16, token, c)
+        row[:] = _ZERO
+        _add(row, dense[token])
+        _store(row, y_f32, y_bf16, token, 0)

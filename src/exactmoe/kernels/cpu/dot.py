@@ -33,6 +33,7 @@ from exactmoe.kernels.cpu.vectors import (
     e2m1_avx512,
     fma,
     load,
+    prefetch,
     shuffle,
     splat,
     store,
@@ -63,6 +64,7 @@ class _Emitter:
     rows: list[ir.Value]
     row_scales: list[ir.Value]
     table: ir.Value
+    ahead: ir.Value
     tokens: list[ir.Value]
     cells: list[ir.Value]
 
@@ -70,6 +72,7 @@ class _Emitter:
         """Elements of a row as float32, `count` vectors of 16 from step on, without block scale."""
         builder, size = self.builder, _STEP_BYTES[self.format]
         at = builder.add(row, builder.mul(step, ir.Constant(I64, size)))
+        prefetch(builder, builder.add(at, self.ahead))
         if self.avx512 and self.format in _BLOCK_STEPS:
             return e2m1_avx512(builder, at, count)
         places = [builder.add(at, ir.Constant(I64, size * i)) for i in range(count)]
@@ -137,14 +140,17 @@ def _emit(
         return [load(builder, place, I64, 8) for place in places]
 
     num_cells = ROWS * num_tokens
+    row_entries = entries(rows, ROWS)
+    ahead = builder.mul(builder.sub(row_entries[1], row_entries[0]), ir.Constant(I64, ROWS))
     emitter = _Emitter(
         builder,
         format,
         num_tokens,
         *modes,
-        rows=entries(rows, ROWS),
+        rows=row_entries,
         row_scales=entries(row_scales, ROWS),
         table=table,
+        ahead=ahead,
         tokens=entries(tokens, num_tokens),
         cells=[cgutils.alloca_once(builder, LANES_F32) for _ in range(num_cells)],
     )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exactmoe.kernels.cpu.compile import kernel_jit
+from exactmoe.kernels.cpu.compile import device, kernel_jit
 from exactmoe.kernels.cpu.exact import exact_rows
 from exactmoe.kernels.cpu.functions import canonical, round_bf16, swiglu32
 from exactmoe.kernels.cpu.intrinsics import next_piece
@@ -14,6 +14,30 @@ from exactmoe.kernels.cpu.project import (
     project,
     token_addresses,
 )
+
+# Plain loops over one row: LLVM makes vector code of them.
+
+
+@device
+def _swiglu(g, u, limit, out):
+    for r in range(out.shape[0]):
+        out[r] = swiglu32(g[r], u[r], limit)
+
+
+@device
+def _multiply(row, factor):
+    for r in range(row.shape[0]):
+        row[r] = row[r] * factor
+
+
+@device
+def _store(row, round_h):
+    if round_h:
+        for r in range(row.shape[0]):
+            row[r] = round_bf16(row[r])
+    else:
+        for r in range(row.shape[0]):
+            row[r] = canonical(row[r])
 
 
 @kernel_jit
@@ -52,8 +76,8 @@ def gate_up(values, scales, gate, up, routes, geometry, weights, limit, round_h,
             project(up[0], up[1], up[2], expert, first_row, rows, read, geometry, u)
             for i in range(served.shape[0]):
                 slot = served[i]
-                for r in range(rows):
-                    value = swiglu32(g[i, r], u[i, r], limit)
-                    if weighted:
-                        value = value * weights[slot]
-                    h[slot, first_row + r] = round_bf16(value) if round_h else canonical(value)
+                row = h[slot, first_row : first_row + rows]
+                _swiglu(g[i, :rows], u[i, :rows], limit, row)
+                if weighted:
+                    _multiply(row, weights[slot])
+                _store(row, round_h)

@@ -22,15 +22,40 @@ def e4m3(value):
     magnitude_bits = bits & _ABS
     magnitude = float32_of(magnitude_bits)
     # Three bits of mantissa stay: round to nearest even at bit 20.
-    kept = (
-        magnitude_bits + np.uint32(0x7FFFF) + ((magnitude_bits >> np.uint32(20)) & np.uint32(1))
-    ) >> np.uint32(20)
-    normal = float32_of(np.uint32(kept << np.uint32(20)))
+    odd = np.uint32(np.uint32(magnitude_bits >> np.uint32(20)) & np.uint32(1))
+    rounded_bits = np.uint32(np.uint32(magnitude_bits + np.uint32(0x7FFFF)) + odd)
+    normal = float32_of(np.uint32(rounded_bits & np.uint32(0xFFF00000)))
     normal = _MAX if normal > _MAX else normal
     small = (magnitude + _ALIGN) - _ALIGN
     rounded = small if magnitude < _SMALLEST_NORMAL else normal
     signed = float32_of(np.uint32(bits32(rounded) | (bits & np.uint32(0x80000000))))
     return _ZERO if rounded == _ZERO else signed
+
+
+@device
+def _largest(bits):
+    """The largest magnitude of float32 given as bits uint32 [GROUP], as bits."""
+    largest = np.uint32(0)
+    for k in range(GROUP):
+        magnitude = np.uint32(bits[k] & _ABS)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@device
+def _quantize_group(values, out):
+    """One group of 128: float32 [128] -> values of its codes float32 [128]; gives the scale."""
+    largest = _largest(values.view(np.uint32))
+    if largest >= _INF:
+        out[:] = float32_of(F32_NAN)
+        return np.float32(1.0)
+    t = bits32(max(float32_of(largest), _FLOOR) * _INVERSE_MAX)
+    exponent = np.uint32(t >> np.uint32(23)) + np.uint32((t & np.uint32(0x7FFFFF)) != np.uint32(0))
+    # x / 2^e is x * 2^-e: the reciprocal is exact and normal for every e from -22 to 120.
+    inverse = float32_of(np.uint32((np.uint32(254) - exponent) << np.uint32(23)))
+    for k in range(GROUP):
+        out[k] = e4m3(values[k] * inverse)
+    return float32_of(np.uint32(exponent << np.uint32(23)))
 
 
 @kernel_jit
@@ -43,20 +68,6 @@ def quantize(values, out, scales, counter):
             break
         for row in range(first, min(first + PIECE_ROWS, num_rows)):
             for group in range(num_groups):
-                start = group * GROUP
-                largest = np.uint32(0)
-                for k in range(start, start + GROUP):
-                    largest = max(largest, bits32(values[row, k]) & _ABS)
-                if largest >= _INF:
-                    scales[row, group] = np.float32(1.0)
-                    for k in range(start, start + GROUP):
-                        out[row, k] = float32_of(F32_NAN)
-                    continue
-                t = bits32(max(float32_of(largest), _FLOOR) * _INVERSE_MAX)
-                exponent = t >> np.uint32(23)
-                if t & np.uint32(0x7FFFFF):
-                    exponent += np.uint32(1)
-                scale = float32_of(np.uint32(exponent << np.uint32(23)))
+                start, end = group * GROUP, (group + 1) * GROUP
+                scale = _quantize_group(values[row, start:end], out[row, start:end])
                 scales[row, group] = scale
-                for k in range(start, start + GROUP):
-                    out[row, k] = e4m3(values[row, k] / scale)

@@ -137,3 +137,11 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     type_ = ir.FunctionType(a.type, [a.type] * 3)
     function = cgutils.get_or_insert_function(builder.module, type_, f"llvm.fma.v{a.type.count}f32")
     return builder.call(function, [a, b, c])
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line of an address, which may lie anywhere."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    type_ = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, type_, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *(ir.Constant(I32, v) for v in (0, 3, 1))])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exactmoe.dense import DenseMLP
 from exactmoe.layer import MoELayer
-from exactmoe.proof.numbers import bells, integers, permutations, units
+from exactmoe.proof.numbers import integers, permutations, units, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Entry:
     def random(self, width: int, stream: int) -> Batch:
         """A batch of `width` tokens, the same on every machine."""
         layer = self.layer
-        x = bells((width, self.hidden_size), stream).bfloat16()
+        x = wide((width, self.hidden_size), stream).bfloat16()
         if isinstance(layer, DenseMLP):
             return Batch(x).map(lambda tensor: tensor.to(layer.device))
         config = layer.config

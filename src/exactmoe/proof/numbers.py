@@ -8,6 +8,7 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _STREAM_STEP = 0x9E3779B9
+_POWERS = 0x10000000  # streams that no caller counts up to
 
 
 def words(shape: tuple[int, ...], stream: int) -> Tensor:
@@ -47,6 +48,15 @@ def bells(shape: tuple[int, ...], stream: int) -> Tensor:
     word = words(shape, stream)
     total = (word & 255) + (word >> 8 & 255) + (word >> 16 & 255) + (word >> 24)
     return (total - 510).float() / 128.0
+
+
+def wide(shape: tuple[int, ...], stream: int) -> Tensor:
+    """Float32 of deviation about 1 over thirteen binades: bells x 2^-10 ... 2^2.
+
+    Numbers of one size add without rounding for a while, and then show no order of a sum.
+    """
+    powers = integers(shape, stream + _POWERS, -10, 2)
+    return torch.ldexp(bells(shape, stream), powers)
 
 
 def units(shape: tuple[int, ...], stream: int) -> Tensor:

@@ -6,7 +6,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from exactmoe.dense import DenseMLP
 from exactmoe.errors import BitMismatch
 from exactmoe.proof.batch import Batch, Entry
 from exactmoe.proof.report import Report
@@ -83,6 +82,9 @@ class Trial:
         broken.x[0, self.entry.hidden_size // 2] = float("nan")
         return ordinary, large, broken
 
+    finite_needles = (0, 1)
+    nan_needles = (2,)
+
     def copies(self, needle: int, width: int) -> Tensor:
         """y of a call of `width` tokens that all are needle number `needle`.
 
@@ -93,7 +95,3 @@ class Trial:
         if key not in self._copies:
             self._copies[key] = self.run(self.needles[needle].repeated(width))
         return self._copies[key]
-
-    @property
-    def is_dense(self) -> bool:
-        return isinstance(self.entry.layer, DenseMLP)

@@ -1,6 +1,6 @@
 """Neighbours: what the other tokens of the call are, even NaN or Inf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,18 +19,31 @@ def neighbours(trial: Trial) -> None:
     so only the neighbours differ. The needles change places from width to width.
     """
     for kind, make in KINDS.items():
-        for turn, tokens in enumerate(trial.widths):
-            others = make(trial, tokens)
-            if others is None or tokens == 1:
-                continue
-            places = sorted({0, tokens // 2, tokens - 1})
-            chosen = [(turn + n) % len(trial.needles) for n in range(len(places))]
-            batch = others.with_rows(places, [trial.needles[n] for n in chosen])
-            y = trial.run(batch)
-            for place, needle in zip(places, chosen, strict=True):
+        _among(trial, kind, make, trial.finite_needles)
+    _among(trial, "random neighbours of a NaN", _random, trial.nan_needles)
+
+
+def _among(
+    trial: Trial, kind: str, make: Callable[[Trial, int], Batch | None], needles: Sequence[int]
+) -> None:
+    for turn, tokens in enumerate(trial.widths):
+        others = make(trial, tokens)
+        if others is None or tokens == 1:
+            continue
+        for at in _calls(tokens, needles, turn):
+            y = trial.run(others.with_rows(list(at), [trial.needles[n] for n in at.values()]))
+            for place, needle in at.items():
                 rows = slice(place, place + 1)
                 expected = trial.copies(needle, tokens)[rows]
                 trial.compare("neighbours", kind, expected, y[rows], tokens, place)
+
+
+def _calls(tokens: int, needles: Sequence[int], turn: int) -> list[dict[int, int]]:
+    """Place -> needle of each call; at least one neighbour is left in it."""
+    places = sorted({0, tokens // 2, tokens - 1})
+    if tokens > len(places):
+        return [{place: needles[(turn + n) % len(needles)] for n, place in enumerate(places)}]
+    return [{place: needle} for place in places for needle in needles]
 
 
 def _random(trial: Trial, tokens: int) -> Batch:

@@ -16,7 +16,8 @@ from exactmoe.dense import DenseMLP
 from exactmoe.formats import BLOCK, PackedWeight
 from exactmoe.layer import MoELayer
 from exactmoe.proof.batch import Batch, Entry
-from exactmoe.proof.numbers import bells, integers, permutations, units, words
+from exactmoe.proof.known_answers.ties import on_ties_dense, on_ties_experts
+from exactmoe.proof.numbers import integers, permutations, units, wide, words
 
 TOKENS = 8
 VOCABULARY = 32
@@ -66,13 +67,14 @@ class _Layer:
         }
         shared = None
         if self.shared:
-            shared = dense("bf16", hidden, inner, self.limit, stream + 20, backend)
+            parts = dense("bf16", (hidden, inner), self.limit, stream + 20)
+            shared = DenseMLP(**parts, backend=backend)
         router = self.router(stream + 30)
         return MoELayer(config, ExpertBank(**packed), router, shared, backend=backend)
 
     def router(self, stream: int) -> Router:
         experts = self.num_experts
-        matrix = bells((experts, self.hidden_size), stream) / 16.0
+        matrix = wide((experts, self.hidden_size), stream) / 16.0
         bias, table = None, None
         if self.hashed:
             table = permutations(VOCABULARY, experts, stream + 1)[:, : self.top_k].contiguous()
@@ -88,27 +90,27 @@ def weight(
     """A weight [E, N, K] of random codes and legal scales, values near 1 / sqrt(K)."""
     experts, rows, columns = shape
     if format == "bf16":
-        return PackedWeight("bf16", (bells(shape, stream) / columns**0.5).bfloat16())
+        return PackedWeight("bf16", (wide(shape, stream) / columns**0.5).bfloat16())
     codes = (words((experts, rows, columns // 2), stream) & 0xFF).to(torch.uint8)
     blocks = (experts, rows, columns // BLOCK[format])
     if format == "mxfp4":
-        # Exponents -6 ... -3: within the 14 binades of fp8 units.
-        scales = integers(blocks, stream + 1000, 127 - 6, 127 - 3).to(torch.uint8)
+        # Exponents -9 ... -2: within the 14 binades of fp8 units.
+        scales = integers(blocks, stream + 1000, 127 - 9, 127 - 2).to(torch.uint8)
         return PackedWeight("mxfp4", codes, scales)
-    # E4M3 0.5 ... 3.75, every mantissa; global scales that are no powers of two.
-    scales = integers(blocks, stream + 1000, 0x30, 0x47).to(torch.uint8)
+    # E4M3 2^-6 ... 3.75, every mantissa; global scales that are no powers of two.
+    scales = integers(blocks, stream + 1000, 0x08, 0x47).to(torch.uint8)
     global_scale = (0.5 + units((experts,), stream + 2000)) / 32.0
     if divide:
         global_scale = 32.0 * (0.5 + units((experts,), stream + 2000))
     return PackedWeight("nvfp4", codes, scales, global_scale, "divide" if divide else "multiply")
 
 
-def dense(
-    format: str, hidden: int, inner: int, limit: float | None, stream: int, backend: str
-) -> DenseMLP:
-    """A dense MLP [H] -> [I] -> [H]."""
+def dense(format: str, sizes: tuple[int, int], limit: float | None, stream: int) -> dict[str, Any]:
+    """Arguments of a DenseMLP [H] -> [I] -> [H]: gate, up, down, swiglu_limit."""
+    hidden, inner = sizes
     gate, up = (weight(format, (1, inner, hidden), stream + place) for place in range(2))
-    return DenseMLP(gate, up, weight(format, (1, hidden, inner), stream + 2), limit, None, backend)
+    down = weight(format, (1, hidden, inner), stream + 2)
+    return {"gate": gate, "up": up, "down": down, "swiglu_limit": limit}
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _block(layer: _Layer) -> Callable[[int, str], tuple[Entry, Batch]]:
     def make(stream: int, backend: str) -> tuple[Entry, Batch]:
-        x = _rows(bells((TOKENS, layer.hidden_size), stream + 1).bfloat16())
+        x = _rows(wide((TOKENS, layer.hidden_size), stream + 1).bfloat16())
         ids = integers((TOKENS,), stream + 2, 0, VOCABULARY - 1) if layer.hashed else None
         return Entry("block", layer.build(stream, backend)), Batch(x, token_ids=ids)
 
@@ -135,7 +137,7 @@ def _experts(layer: _Layer) -> Callable[[int, str], tuple[Entry, Batch]]:
     """Routed experts only: an id twice, absent ids, a row without experts, a negative weight."""
 
     def make(stream: int, backend: str) -> tuple[Entry, Batch]:
-        x = _rows(bells((TOKENS, layer.hidden_size), stream + 1).bfloat16())
+        x = _rows(wide((TOKENS, layer.hidden_size), stream + 1).bfloat16())
         shape = (TOKENS, layer.top_k)
         ids = permutations(TOKENS, layer.num_experts, stream + 2)[:, : layer.top_k].int()
         weights = units(shape, stream + 3)
@@ -150,39 +152,56 @@ def _experts(layer: _Layer) -> Callable[[int, str], tuple[Entry, Batch]]:
     return make
 
 
-def _dense(format: str, hidden: int, inner: int) -> Callable[[int, str], tuple[Entry, Batch]]:
+def _dense(
+    format: str, hidden: int, inner: int, output: str
+) -> Callable[[int, str], tuple[Entry, Batch]]:
     def make(stream: int, backend: str) -> tuple[Entry, Batch]:
-        x = _rows(bells((TOKENS, hidden), stream + 1).bfloat16())
-        return Entry("dense", dense(format, hidden, inner, LIMIT, stream + 10, backend)), Batch(x)
+        x = _rows(wide((TOKENS, hidden), stream + 1).bfloat16())
+        parts = dense(format, (hidden, inner), LIMIT, stream + 10)
+        return Entry("dense", DenseMLP(**parts, backend=backend, output=output)), Batch(x)
 
     return make
 
 
+_F32 = Numerics(slot="f32", output="f32")
+_A8 = Numerics(activation="a8", units="auto", slot="f32")
+
+
 def _a8(format: str, **fields: Any) -> _Layer:
-    return _Layer(format, hidden_size=128, intermediate_size=128, numerics="a8", **fields)
+    given = {"numerics": replace(_A8, output="f32"), **fields}
+    return _Layer(format, hidden_size=128, intermediate_size=128, **given)
 
 
+# Most outputs are f32: rounding to bf16 hides the order of a sum.
 CASES = (
-    Case("a16 nvfp4 sigmoid shared limit", _block(_Layer("nvfp4"))),
-    Case("a16 nvfp4 divided, sizes 96 and 48", _block(_Layer("nvfp4", 96, 48, divide=True))),
+    Case("a16 nvfp4 sigmoid shared limit", _block(_Layer("nvfp4", numerics=_F32))),
+    Case("a16 nvfp4 bf16 slot and output", _block(_Layer("nvfp4"))),
+    Case(
+        "a16 nvfp4 divided, sizes 96 and 48",
+        _block(_Layer("nvfp4", 96, 48, divide=True, numerics=_F32)),
+    ),
     Case(
         "a16 mxfp4 sqrt_softplus, 11 experts",
-        _block(_Layer("mxfp4", num_experts=11, score=_SOFTPLUS)),
+        _block(_Layer("mxfp4", num_experts=11, score=_SOFTPLUS, numerics=_F32)),
     ),
-    Case("a16 bf16 experts, f32 router", _block(_Layer("bf16", router_dtype=torch.float32))),
-    Case("a16 nvfp4 no limit, no shared", _block(_Layer("nvfp4", limit=None, shared=False))),
-    Case("a16 nvfp4 not normalised", _block(_Layer("nvfp4", normalize=False))),
     Case(
-        "a16 nvfp4 slot f32, output f32",
-        _block(_Layer("nvfp4", numerics=Numerics(slot="f32", output="f32"))),
+        "a16 bf16 experts, f32 router",
+        _block(_Layer("bf16", router_dtype=torch.float32, numerics=_F32)),
     ),
+    Case("a16 nvfp4 no limit, no shared", _block(_Layer("nvfp4", limit=None, shared=False))),
+    Case("a16 nvfp4 not normalised", _block(_Layer("nvfp4", normalize=False, numerics=_F32))),
     Case("a16 nvfp4 bf16 ladder", _block(_Layer("nvfp4", numerics=Numerics(router="bf16_ladder")))),
-    Case("a16 mxfp4 hash", _block(_Layer("mxfp4", hashed=True, score=_SOFTPLUS))),
-    Case("a16 nvfp4 experts only", _experts(_Layer("nvfp4"))),
+    Case("a16 mxfp4 hash", _block(_Layer("mxfp4", hashed=True, score=_SOFTPLUS, numerics=_F32))),
+    Case("a16 nvfp4 experts only", _experts(_Layer("nvfp4", top_k=6, numerics=_F32))),
     Case("a8 mxfp4 sqrt_softplus shared limit", _block(_a8("mxfp4", score=_SOFTPLUS))),
-    Case("a8 mxfp4 hash", _block(_a8("mxfp4", hashed=True, score=_SOFTPLUS))),
+    Case(
+        "a8 mxfp4 hash, bf16 output",
+        _block(_a8("mxfp4", hashed=True, score=_SOFTPLUS, numerics=_A8)),
+    ),
     Case("a8 nvfp4 sigmoid", _block(_a8("nvfp4"))),
-    Case("a8 mxfp4 experts only", _experts(_a8("mxfp4"))),
-    Case("dense bf16, two segments", _dense("bf16", 16, 4112)),
-    Case("dense nvfp4", _dense("nvfp4", 64, 96)),
+    Case("a8 mxfp4 experts only", _experts(_a8("mxfp4", top_k=6))),
+    Case("dense bf16, two segments", _dense("bf16", 16, 4112, "f32")),
+    Case("dense nvfp4", _dense("nvfp4", 64, 96, "bf16")),
+    Case("a16 silu on the ties of bf16", on_ties_experts),
+    Case("dense silu on the ties of bf16", on_ties_dense),
 )

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def num_threads() -> int:
     return env.read("EXACTMOE_THREADS") or torch.get_num_threads()
 
 
+@cache
 def _math_library() -> Any:
     if sys.platform != "linux":
         raise Unsupported(

@@ -14,7 +14,15 @@ from exactmoe import ExpertBank, MoELayer, Numerics, PackedWeight, ops
 from exactmoe.formats import quantize
 from exactmoe.formats.rows import Rows
 from exactmoe.runtime.routes import RouteTable
-from layers import FORMATS, layer_of, normal, relative_l2, true_activation, true_experts, true_values
+from layers import (
+    FORMATS,
+    layer_of,
+    normal,
+    relative_l2,
+    true_activation,
+    true_experts,
+    true_values,
+)
 
 ROWS = 64
 SIZES = [(4096, 2048), (2880, 2880), (1600, 704), (96, 160), (32, 32)]
@@ -107,7 +115,9 @@ def test_f32_dot_of_any_data(format, hidden, inner):
     """Huge and tiny values and cancellation: the error against the sum of magnitudes."""
     packed = problem(format, hidden, inner).bank.gate
     rng = torch.Generator().manual_seed(6)
-    spread = torch.ldexp(torch.ones(ROWS, hidden), torch.randint(-12, 13, (ROWS, hidden), generator=rng))
+    spread = torch.ldexp(
+        torch.ones(ROWS, hidden), torch.randint(-12, 13, (ROWS, hidden), generator=rng)
+    )
     x = (torch.randn(ROWS, hidden, generator=rng) * spread).bfloat16()
     x[:, 1::2] = -x[:, 0::2]
     found, values = accumulator(packed, Rows(x.float(), None))
@@ -168,7 +178,9 @@ def test_output_of_several_experts(format):
     """Top 3 of 4 experts and the combine, in the small sizes."""
     rng = torch.Generator().manual_seed(8)
     sizes = ((160, 96), (160, 96), (96, 160))
-    parts = [quantize(torch.randn(4, *size, generator=rng) / size[1] ** 0.5, format) for size in sizes]
+    parts = [
+        quantize(torch.randn(4, *size, generator=rng) / size[1] ** 0.5, format) for size in sizes
+    ]
     bank = ExpertBank(*parts)
     x = normal(rng, 2 * ROWS, 96)
     ids = torch.rand(2 * ROWS, 4, generator=rng).argsort(-1)[:, :3].int()
@@ -179,7 +191,7 @@ def test_output_of_several_experts(format):
 
 @pytest.mark.parametrize(("format", "hidden", "inner"), CASES_A8)
 def test_whole_a8_expert_is_reported(format, hidden, inner, record_property):
-    """Not bounded by the contract (codes of h flip): finite, and of the size of e4m3 activations."""
+    """Not bounded by the contract (codes of h flip); measured 4.5 to 4.8 %."""
     case = problem(format, hidden, inner)
     error = relative_l2(one_call(case, "a8"), activation(case) @ case.values("down").T)
     record_property("relative_l2", error)

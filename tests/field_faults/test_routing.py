@@ -20,7 +20,9 @@ from layers import (
 SIGMOID = RouterConfig(score="sigmoid")
 
 
-def powers_layer(backend: str, num_experts: int, top_k: int, size: int = 32, **settings) -> MoELayer:
+def powers_layer(
+    backend: str, num_experts: int, top_k: int, size: int = 32, **settings
+) -> MoELayer:
     """Expert e gives 2^e in every element for x = (1, 0, ...): a sum says who was in it."""
     up = torch.zeros(num_experts, size)
     up[:, 0] = 1.0
@@ -178,12 +180,16 @@ def test_a17_the_last_expert_is_computed(backend):
     down[895, :, 0] = 1.0  # all others give zero
     weight = torch.zeros(896, 32)
     weight[895, 0] = 1.0
-    layer = layer_of(switch_bank("nvfp4", up, down), 1, backend, router=Router(weight, config=SIGMOID))
+    layer = layer_of(
+        switch_bank("nvfp4", up, down), 1, backend, router=Router(weight, config=SIGMOID)
+    )
     assert_same_bits(layer(first_column(2, 32)), torch.full((2, 32), 32.0).bfloat16())
 
 
 def test_a17_more_experts_than_supported_are_refused():
-    with pytest.raises(ConfigError, match="num_experts is 1025; allowed: an integer from 1 to 1024"):
+    with pytest.raises(
+        ConfigError, match="num_experts is 1025; allowed: an integer from 1 to 1024"
+    ):
         MoEConfig(hidden_size=32, intermediate_size=32, num_experts=1025, top_k=8)
     with pytest.raises(ConfigError, match="top_k is 65; allowed: an integer from 1 to 64"):
         MoEConfig(hidden_size=32, intermediate_size=32, num_experts=288, top_k=65)
@@ -197,7 +203,9 @@ def test_a18_the_factor_is_applied_once(numerics, backend):
     up, down = torch.zeros(2, size), torch.zeros(2, size, size)
     up[:, 0], down[:, :, 0] = 1.0, 1.0
     zero = torch.zeros(size, size).bfloat16()
-    router = Router(normal(torch.Generator().manual_seed(1), 2, size), config=RouterConfig("sigmoid", 2.5))
+    router = Router(
+        normal(torch.Generator().manual_seed(1), 2, size), config=RouterConfig("sigmoid", 2.5)
+    )
     layer = layer_of(
         switch_bank("nvfp4", up, down),
         1,
@@ -210,7 +218,9 @@ def test_a18_the_factor_is_applied_once(numerics, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("score", "top_k", "factor"), [("sigmoid", 8, 2.5), ("sqrt_softplus", 6, 1.5)])
+@pytest.mark.parametrize(
+    ("score", "top_k", "factor"), [("sigmoid", 8, 2.5), ("sqrt_softplus", 6, 1.5)]
+)
 def test_a18_weights_add_up_to_the_factor(score, top_k, factor, backend, rng):
     config = RouterConfig(score=score, factor=factor)
     router = Router(normal(rng, 64, 32), torch.randn(64, generator=rng), config=config)
@@ -228,7 +238,10 @@ def test_a18_a_hash_layer_takes_ids_from_the_table_and_weights_from_the_scores(b
     config = RouterConfig(score="sqrt_softplus", factor=1.5)
     weight = torch.randint(-8, 9, (16, 32), generator=rng) / 16
     layer = selecting_layer(backend, Router(weight.bfloat16(), table=table, config=config), 4)
-    x, tokens = torch.randint(-2, 3, (9, 32), generator=rng).bfloat16(), torch.randint(40, (9,), generator=rng)
+    x, tokens = (
+        torch.randint(-2, 3, (9, 32), generator=rng).bfloat16(),
+        torch.randint(40, (9,), generator=rng),
+    )
     ids, weights = routed(layer, x, tokens)
     assert_same_bits(ids, table[tokens].int())
     logits = x.double() @ weight.double().T

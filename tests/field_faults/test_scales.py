@@ -186,7 +186,7 @@ def test_a7_the_swiglu_limit_reaches_routed_and_shared_experts(format, limit, ba
 @pytest.mark.parametrize("limit", [10.0, None])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a7_the_swiglu_limit_in_a8(format, limit, backend):
-    """h is e4m3 here: a single value of its group, so its code has 3 bits behind the leading one."""
+    """h is e4m3 here, alone in its group: its code has 3 bits behind the leading one."""
     size = 128
     x, gate, up = forty_nine_cells(size)
     layer = layer_of(cells_bank(format, size), 1, backend, swiglu_limit=limit, numerics="a8")
@@ -238,7 +238,9 @@ def test_a8_the_accumulator_is_not_narrowed_before_the_global_scale(numerics, ba
     wide = PackedWeight("nvfp4", codes, scales, torch.tensor([2.0**-20]))
     down = torch.zeros(1, hidden, inner)
     down[0, :, 0] = 1.0
-    layer = layer_of(ExpertBank(wide, wide, exact_weight("nvfp4", down)), 1, backend, numerics=numerics)
+    layer = layer_of(
+        ExpertBank(wide, wide, exact_weight("nvfp4", down)), 1, backend, numerics=numerics
+    )
     x = torch.ones(2, hidden).bfloat16()
     y = layer.experts(x, torch.zeros(2, 1).int(), torch.ones(2, 1))
     pre = torch.tensor(10.5, dtype=torch.float64)

@@ -165,10 +165,14 @@ def test_a23_decode_verify_and_prefill_agree(hashed, numerics, rng):
         starts = range(0, 300, chunk)
         parts = [(x[s : s + chunk], tokens[s : s + chunk]) for s in starts]
         assert_same_bits(torch.cat([layer(*part) for part in parts]), expected[0])
-        ids, weights = (torch.cat(p) for p in zip(*(routed(layer, *part) for part in parts), strict=True))
+        ids, weights = (
+            torch.cat(p) for p in zip(*(routed(layer, *part) for part in parts), strict=True)
+        )
         assert_same_bits(ids, expected[1])
         assert_same_bits(weights, expected[2])
-    mixed = torch.cat([layer(x[a:b], tokens[a:b]) for a, b in itertools.pairwise((0, 1, 4, 64, 129, 300))])
+    mixed = torch.cat(
+        [layer(x[a:b], tokens[a:b]) for a, b in itertools.pairwise((0, 1, 4, 64, 129, 300))]
+    )
     assert_same_bits(mixed, expected[0])
 
 

@@ -1,4 +1,4 @@
-"""Combine: groups, order, duplicates, absent slots, the one rounding at the end (contract section 5)."""
+"""Combine (contract section 5): groups, order, duplicates, absent slots, one rounding at the end."""
 
 import itertools
 
@@ -22,7 +22,11 @@ def scalar(pairs: list[tuple[int, float, float]], num_experts: int, activation: 
         expert, weight, slot = pairs[i]
         if not 0 <= expert < num_experts:
             continue
-        term = np.float32(slot) if activation == "a8" else np.float32(np.float32(weight) * np.float32(slot))
+        term = (
+            np.float32(slot)
+            if activation == "a8"
+            else np.float32(np.float32(weight) * np.float32(slot))
+        )
         groups[8 * expert // num_experts] = np.float32(groups[8 * expert // num_experts] + term)
     while len(groups) > 1:
         groups = [np.float32(groups[i] + groups[i + 1]) for i in range(0, len(groups), 2)]
@@ -47,7 +51,9 @@ def test_combine_is_the_scalar_rule(num_experts, activation, rng):
     )
     found = combine(slots, ids, weights, num_experts, activation)
     for t, h in itertools.product(range(tokens), range(hidden)):
-        pairs = list(zip(ids[t].tolist(), weights[t].tolist(), slots[t, :, h].tolist(), strict=True))
+        pairs = list(
+            zip(ids[t].tolist(), weights[t].tolist(), slots[t, :, h].tolist(), strict=True)
+        )
         assert float(found[t, h]) == scalar(pairs, num_experts, activation), (t, h)
 
 

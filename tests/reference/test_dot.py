@@ -71,7 +71,11 @@ def test_dot_rounds_the_product_and_then_the_sum():
 def test_dot_never_gives_minus_zero():
     w, x = torch.full((1, 16), -0.0), torch.ones(2, 16)
     assert not dot(w, x).signbit().any()
-    assert not dot_scaled(torch.full((1, 128), -0.0), torch.ones(1, 128), torch.ones(1, 1)).signbit().any()
+    assert (
+        not dot_scaled(torch.full((1, 128), -0.0), torch.ones(1, 128), torch.ones(1, 1))
+        .signbit()
+        .any()
+    )
     assert not dot_dense(w, x).signbit().any()
     assert not dot_router(w, x).signbit().any()
 
@@ -113,7 +117,9 @@ def test_dot_scaled_is_one_rounding_a_step():
 @pytest.mark.parametrize("columns", [128, 256, 640])
 def test_dot_scaled_is_the_chain_loop(columns, rng):
     w, x = normal(rng, 4, columns).float(), torch.randn(3, columns, generator=rng)
-    scales = torch.ldexp(torch.ones(3, columns // 128), torch.randint(-9, 9, (3, columns // 128), generator=rng))
+    scales = torch.ldexp(
+        torch.ones(3, columns // 128), torch.randint(-9, 9, (3, columns // 128), generator=rng)
+    )
 
     def total(token: int, row: int) -> np.float32:
         acc = np.float32(0)
@@ -162,7 +168,10 @@ def test_dot_router_is_a_tree_over_16_segments(hidden, length, rng):
     w, x = torch.randn(3, hidden, generator=rng), normal(rng, 2, hidden).float()
 
     def total(row: np.ndarray, token: np.ndarray) -> np.float32:
-        sums = [chain(row[s * length : (s + 1) * length], token[s * length : (s + 1) * length]) for s in range(16)]
+        sums = [
+            chain(row[s * length : (s + 1) * length], token[s * length : (s + 1) * length])
+            for s in range(16)
+        ]
         while len(sums) > 1:
             sums = [np.float32(sums[i] + sums[i + 1]) for i in range(0, len(sums), 2)]
         return sums[0]

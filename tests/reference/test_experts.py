@@ -1,4 +1,4 @@
-"""One routed expert and the dense MLP, step by step with other code (contract sections 2, 3, 4, 7)."""
+"""One routed expert and the dense MLP, step by step with other code (contract sections 2 to 7)."""
 
 import numpy as np
 import pytest

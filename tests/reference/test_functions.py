@@ -58,7 +58,11 @@ def hard_triples():
             product = a * b
             yield a, b, draw(random_, low, high)
             yield a, b, float(np.clip(np.float64(-product), -3.4e38, 3.4e38).astype(np.float32))
-            yield a, b, math.ldexp(math.copysign(1, random_.random() - 0.5), random_.randint(-149, 127))
+            yield (
+                a,
+                b,
+                math.ldexp(math.copysign(1, random_.random() - 0.5), random_.randint(-149, 127)),
+            )
     step = 2.0**-24
     for c in (1.0, 1.0 + 2 * step, -1.0, 2.0**-126, 2.0**-149, 3 * TINY, 2.0**100):
         for scale in (step, step / 2, 2 * step, step * (1 + 2**-23), step * (1 - 2**-24)):
@@ -158,7 +162,9 @@ def test_exp64_and_log1p64_against_the_library():
 @pytest.fixture(scope="module")
 def logits():
     generator = torch.Generator().manual_seed(3)
-    return torch.cat([torch.randn(300_000, generator=generator) * 5, torch.linspace(-90, 90, 70_001)])
+    return torch.cat(
+        [torch.randn(300_000, generator=generator) * 5, torch.linspace(-90, 90, 70_001)]
+    )
 
 
 def test_sigmoid_scores_are_correctly_rounded(logits):
@@ -195,7 +201,9 @@ def test_to_bf16_every_upper_half_and_every_kind_of_tie():
 
 
 def test_canonical_changes_nan_only():
-    bits = torch.tensor([0x7FC00001, -1, 0x7F800001, -0x400000, 0x7F800000, -0x80000000, 1, 0x3F800000])
+    bits = torch.tensor(
+        [0x7FC00001, -1, 0x7F800001, -0x400000, 0x7F800000, -0x80000000, 1, 0x3F800000]
+    )
     values = bits.to(torch.int32).view(torch.float32)
     expected = [0x7FC00000] * 4 + [0x7F800000, -0x80000000, 1, 0x3F800000]
     assert canonical(values).view(torch.int32).tolist() == expected

@@ -43,7 +43,9 @@ def check(values: torch.Tensor) -> None:
             assert float(scales[row, group]) == expected_scale, (row, group)
 
 
-@pytest.mark.parametrize("size", [2.0**-140, 1e-30, 1e-6, 1e-3, 0.1, 1.0, 448.0, 1e6, 1e30, 2.0**126])
+@pytest.mark.parametrize(
+    "size", [2.0**-140, 1e-30, 1e-6, 1e-3, 0.1, 1.0, 448.0, 1e6, 1e30, 2.0**126]
+)
 def test_quantize_is_the_scalar_rule(size, rng):
     values = torch.randn(4, 384, generator=rng) * size / 4
     values[1] = torch.randn(384, generator=rng) ** 9 * size * 1e-3
@@ -52,7 +54,7 @@ def test_quantize_is_the_scalar_rule(size, rng):
 
 
 def test_quantize_at_every_kind_of_tie():
-    # Scale 1: amax is 448, so the values are coded as they are; all midpoints of neighbours, both signs.
+    # amax is 448, so the scale is 1: all midpoints of neighbours, both signs.
     middles = [(a + b) / 2 for a, b in zip(E4M3, E4M3[1:], strict=False)]
     near = [m * (1 + s * 2.0**-23) for m in middles for s in (-1, 0, 1)]
     numbers = [*near, *(-n for n in near), *E4M3, *(-v for v in E4M3)]

@@ -175,6 +175,8 @@ def test_bf16_ladder_rounds_every_rung_and_selects_others():
 
 
 def test_router_nothing_to_route():
-    ids, weights = router(torch.zeros(0, 32).bfloat16(), torch.zeros(16, 32), None, SIGMOID, 4, PLAIN)
+    ids, weights = router(
+        torch.zeros(0, 32).bfloat16(), torch.zeros(16, 32), None, SIGMOID, 4, PLAIN
+    )
     assert ids.shape == weights.shape == (0, 4)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32

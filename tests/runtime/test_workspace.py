@@ -1,4 +1,4 @@
-"""The arena: it grows by reserve only, its views are sized by a closed form, old content is moot."""
+"""The arena grows by reserve only, and its views are sized by a closed form."""
 
 import pytest
 import torch
@@ -29,7 +29,12 @@ def test_views_lie_side_by_side_and_aligned():
     held.reserve(total_bytes(REGIONS))
     views = held.views(REGIONS)
     start = views["ids"].data_ptr()
-    assert [views[r.name].data_ptr() - start for r in REGIONS if r.name != "empty"] == [0, 64, 256, 320]
+    assert [views[r.name].data_ptr() - start for r in REGIONS if r.name != "empty"] == [
+        0,
+        64,
+        256,
+        320,
+    ]
     for region in REGIONS:
         view = views[region.name]
         assert (tuple(view.shape), view.dtype) == (region.shape, region.dtype)

@@ -29,8 +29,8 @@ from exactmoe.kernels.cpu.vectors import (
     LANES,
     LANES_F32,
     bf16,
-    e2m1,
     e2m1_avx512,
+    e2m1_doubled,
     fma,
     load,
     prefetch,
@@ -68,22 +68,22 @@ class _Emitter:
     tokens: list[ir.Value]
     cells: list[ir.Value]
 
-    def values(self, row: ir.Value, step: ir.Value, count: int) -> list[ir.Value]:
-        """Elements of a row as float32, `count` vectors of 16 from step on, without block scale."""
+    def stored(self, row: ir.Value, step: ir.Value, count: int) -> list[ir.Value]:
+        """`count` x 16 elements of a row, codes without their scale, doubled if not avx512."""
         builder, size = self.builder, _STEP_BYTES[self.format]
         at = builder.add(row, builder.mul(step, ir.Constant(I64, size)))
         prefetch(builder, builder.add(at, self.ahead))
-        if self.avx512 and self.format in _BLOCK_STEPS:
-            return e2m1_avx512(builder, at, count)
+        if self.format in _BLOCK_STEPS:
+            return (e2m1_avx512 if self.avx512 else e2m1_doubled)(builder, at, count)
         places = [builder.add(at, ir.Constant(I64, size * i)) for i in range(count)]
-        if self.format == "f32":
-            return [load(builder, place, LANES_F32, 4) for place in places]
-        return [(bf16 if self.format == "bf16" else e2m1)(builder, place) for place in places]
+        if self.format == "bf16":
+            return [bf16(builder, place) for place in places]
+        return [load(builder, place, LANES_F32, 4) for place in places]
 
     def operands(self, row: int, step: ir.Value, count: int) -> list[ir.Value]:
         """`count` vectors of 16 operands of a row."""
         builder = self.builder
-        values = self.values(self.rows[row], step, count)
+        values = self.stored(self.rows[row], step, count)
         if self.format not in _BLOCK_STEPS:
             return values
         per_scale = _BLOCK_STEPS[self.format]
@@ -92,6 +92,9 @@ class _Emitter:
         for i, value in enumerate(values):
             place = builder.add(first, ir.Constant(I64, i // per_scale))
             scale = table_entry(builder, self.table, builder.add(self.row_scales[row], place))
+            if not self.avx512:
+                # Exact: a scale over a code that is not zero is at least 2^-96.
+                scale = builder.fmul(scale, ir.Constant(F32, 0.5))
             scaled.append(builder.fmul(value, splat(builder, scale)))
         return scaled
 

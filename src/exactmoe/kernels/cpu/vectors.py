@@ -15,7 +15,6 @@ I8, I16, I32, I64, F32 = (
 )
 LANES_F32 = ir.VectorType(F32, LANES)
 LANES_I32 = ir.VectorType(I32, LANES)
-_TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 # Upper halves of the float32 that are e2m1's values: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 _E2M1_HALVES = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
 
@@ -42,29 +41,40 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int 
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
-def e2m1(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """The 16 values of the 8 bytes at an address: lane j is nibble j, the low nibble first.
+def e2m1_doubled(builder: ir.IRBuilder, address: ir.Value, steps: int) -> list[ir.Value]:
+    """Twice the values of 16 x steps codes at an address, low nibble first, on any processor.
 
-    Bytes to twice the value as small integers, by a permute of 16 bytes in a register (LLVM makes
-    one of the chain of extracts), then to float. There is no subnormal on the way: a multiply of
-    one takes a hundred times as long on x86. A code of -0 gives +0, which no sum can show.
+    Twice a magnitude of code m is m + max(m - 4, 0) + 2 max(m - 6, 0): bytes, no table. There is no
+    subnormal on the way: a multiply of one takes a hundred times as long on x86. A code of -0 gives
+    +0, which no sum can show.
     """
-    bytes_ = load(builder, address, ir.VectorType(I8, 8), 1)
-    low = builder.and_(bytes_, ir.Constant(bytes_.type, [15] * 8))
-    high = builder.lshr(bytes_, ir.Constant(bytes_.type, [4] * 8))
-    codes = shuffle(builder, low, high, [j // 2 + 8 * (j % 2) for j in range(LANES)])
-    table = ir.Constant(codes.type, [*_TWICE_E2M1, *(-m for m in _TWICE_E2M1)])
-    twice = ir.Constant(codes.type, ir.Undefined)
-    for j in range(LANES):
-        lane = ir.Constant(I32, j)
-        value = builder.extract_element(table, builder.extract_element(codes, lane))
-        twice = builder.insert_element(twice, value, lane)
-    values = builder.sitofp(builder.sext(twice, LANES_I32), LANES_F32)
-    return builder.fmul(values, ir.Constant(LANES_F32, [0.5] * LANES))
+    size = 8 * steps
+    bytes_ = load(builder, address, ir.VectorType(I8, size), 1)
+
+    def all_of(like: ir.Value, value: int) -> ir.Constant:
+        return ir.Constant(like.type, [value] * like.type.count)
+
+    low = builder.and_(bytes_, all_of(bytes_, 15))
+    high = builder.lshr(bytes_, all_of(bytes_, 4))
+    codes = shuffle(builder, low, high, [j // 2 + size * (j % 2) for j in range(2 * size)])
+    code = builder.and_(codes, all_of(codes, 7))
+
+    def above(limit: int) -> ir.Value:
+        type_ = ir.FunctionType(codes.type, [codes.type] * 2)
+        name = f"llvm.usub.sat.v{codes.type.count}i8"
+        function = cgutils.get_or_insert_function(builder.module, type_, name)
+        return builder.call(function, [code, all_of(codes, limit)])
+
+    over_six = above(6)
+    twice = builder.add(builder.add(code, above(4)), builder.add(over_six, over_six))
+    negative = builder.sext(builder.icmp_unsigned(">", codes, all_of(codes, 7)), codes.type)
+    signed = builder.sub(builder.xor(twice, negative), negative)
+    parts = [shuffle(builder, signed, signed, range(16 * i, 16 * i + 16)) for i in range(steps)]
+    return [builder.sitofp(builder.sext(part, LANES_I32), LANES_F32) for part in parts]
 
 
 def e2m1_avx512(builder: ir.IRBuilder, address: ir.Value, steps: int) -> list[ir.Value]:
-    """As e2m1, for 16 x steps values (steps 1 or 2), five instructions for 32 of them.
+    """The values of 16 x steps codes (steps 1 or 2), five instructions for 32 of them.
 
     Each 32-bit lane j gets nibble j of the first 8 bytes in its lower 16 bits and nibble j of the
     next 8 bytes in its upper 16. One permute looks up both as upper halves of float32; it reads

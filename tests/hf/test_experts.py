@@ -283,8 +283,7 @@ def fp4_experts(rng, **fields):
 def test_fp4_weights_of_the_stock_quantizer(rng):
     """FP8ExpertsInterface: MXFP4 as it is, class a8, as the model was published."""
     module, packed = fp4_experts(rng)
-    x, (ids, weights) = rows(rng, 9, module).repeat(1, 2), routes(rng, 9)
-    x = torch.randn(9, 128, generator=rng).bfloat16()
+    x, (ids, weights) = torch.randn(9, 128, generator=rng).bfloat16(), routes(rng, 9)
     gate_up = packed["gate_up_proj"]
     gate, up = (
         PackedWeight("mxfp4", gate_up.codes[:, part], gate_up.scales[:, part])

@@ -102,7 +102,9 @@ def test_blocks_equal_load_layer(model, checkpoint, rng):
     for index, block, _ in blocks(model):
         layer = load_layer(checkpoint, index)
         hidden_size = layer.hidden_size if isinstance(layer, DenseMLP) else layer.config.hidden_size
-        x = torch.randn(2, 9, hidden_size, generator=rng).bfloat16()
+        # The second row reaches the clamp of SwiGLU.
+        scale = torch.tensor([1.0, 30.0])[:, None, None]
+        x = (torch.randn(2, 9, hidden_size, generator=rng) * scale).bfloat16()
         ids = torch.randint(0, 256, (2, 9), generator=rng)
         if isinstance(layer, DenseMLP):
             assert same_bytes(block(x), layer(x.flatten(0, 1)).view(x.shape))
@@ -126,10 +128,17 @@ def test_a_whole_prompt_equals_its_chunks(model, token_ids):
 
 def test_limits_cut_a_call_without_changing_it(model, checkpoint, token_ids):
     pieces = load_model(checkpoint, limits=Limits(max_rows=4), progress=False)
-    for (_, block, _), (other, x, kwargs, output) in zip(
-        blocks(pieces), record(model, token_ids)[0], strict=True
-    ):
-        assert type(block) is type(other)
+    whole = record(model, token_ids)[0]
+    for (_, block, layer), (_, x, kwargs, output) in zip(blocks(pieces), whole, strict=True):
+        assert layer.limits == Limits(max_rows=4)
+        assert same_bytes(block(x, **kwargs), output)
+
+
+def test_the_backend_is_the_one_asked_for(model, checkpoint, token_ids):
+    slow = load_model(checkpoint, backend="reference", progress=False)
+    whole = record(model, token_ids[:, :5])[0]
+    for (_, block, layer), (_, x, kwargs, output) in zip(blocks(slow), whole, strict=True):
+        assert layer.plan().backend == "reference"
         assert same_bytes(block(x, **kwargs), output)
 
 

@@ -143,6 +143,15 @@ def test_a_float32_router_is_not_rounded(family, write, rng):
         assert layer.router.weight.equal(expected)
 
 
+def test_router_logits_are_refused(model, token_ids):
+    with pytest.raises(Unsupported, match="output_router_logits is True; allowed: False"):
+        model(input_ids=token_ids, output_router_logits=True)
+    asking = copy.deepcopy(model)
+    asking.config.get_text_config().output_router_logits = True
+    with pytest.raises(Unsupported, match="output_router_logits is True; allowed: False"):
+        asking(input_ids=token_ids)
+
+
 def test_two_cards_are_refused(checkpoint):
     with pytest.raises(Unsupported, match=r"cards are \('cpu', 'cpu'\)"):
         load(checkpoint, cards=("cpu", "cpu"))
@@ -167,13 +176,14 @@ def test_a_hub_id_without_the_hub_is_named():
         load("exactmoe-tests/none")
 
 
-def test_progress_bars_are_as_before(checkpoint):
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_bars(checkpoint, capfd, enabled, progress):
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()
-    load(checkpoint)
-    assert logging.is_progress_bar_enabled() == before
-
-
-def test_a_deep_copied_config_loads_nothing_else(model):
-    assert copy.deepcopy(model.config).quantization_config.quant_method == "exactmoe"
+    (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+    load_model(checkpoint, progress=progress)
+    assert ("Loading weights" in capfd.readouterr().err) == progress
+    assert logging.is_progress_bar_enabled() == enabled
+    (logging.enable_progress_bar if before else logging.disable_progress_bar)()

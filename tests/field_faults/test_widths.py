@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from exactmoe import DenseMLP, Limits, MoELayer, Router, RouterConfig
+from exactmoe import DenseMLP, Limits, MoELayer, Numerics, Router, RouterConfig
 from exactmoe.runtime.workspace import arena
 from layers import (
     BACKENDS,
@@ -26,6 +26,14 @@ WIDTHS = {
     "cpu": (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 1000),
 }
 FORMAT_OF = {"a16": "nvfp4", "a8": "mxfp4"}
+# Float32 slots and outputs show a last bit that rounding to bf16 would hide.
+NUMERICS = {
+    "a16": Numerics(),
+    "a16 wide": Numerics(slot="f32", output="f32"),
+    "a8": Numerics.preset("a8"),
+    "a8 wide": Numerics(activation="a8", units="auto", slot="f32", output="f32"),
+}
+WIDE = ("a16 wide", "a8 wide")
 BIG = 2.0**24
 
 
@@ -40,12 +48,14 @@ def whole(rng, backend: str, numerics: str, hashed: bool = False, max_rows: int 
         config=RouterConfig(score="sqrt_softplus" if hashed else "sigmoid", factor=2.5),
     )
     sizes = ((64, 128), (64, 128), (128, 64))
-    shared = DenseMLP(*(normal(rng, *size, scale=0.1) for size in sizes), 10.0, backend=backend)
+    parts = [normal(rng, *size, scale=0.1) for size in sizes]
+    output = NUMERICS[numerics].output
+    shared = DenseMLP(*parts, 10.0, backend=backend, output=output)
     return layer_of(
-        random_bank(rng, FORMAT_OF[numerics], 16, 128, 128),
+        random_bank(rng, FORMAT_OF[numerics.split()[0]], 16, 128, 128),
         3,
         backend,
-        numerics=numerics,
+        numerics=NUMERICS[numerics],
         swiglu_limit=10.0,
         router=router,
         shared=shared,
@@ -134,7 +144,7 @@ def neighbours(rng, layer: MoELayer, width: int, needle: tuple) -> dict[str, tup
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("numerics", CLASSES)
+@pytest.mark.parametrize("numerics", WIDE)
 def test_a22_a_token_does_not_depend_on_its_neighbours(numerics, backend, rng):
     layer = whole(rng, backend, numerics)
     needle = random_call(rng, layer, 1)
@@ -148,13 +158,13 @@ def test_a22_a_token_does_not_depend_on_its_neighbours(numerics, backend, rng):
                     part[place] = own[0]
                 label = f"width {width}, place {place}, neighbours {name}"
                 found = layer.experts(x, ids, weights)[place]
-                assert torch.equal(found.view(torch.int16), alone[0][0].view(torch.int16)), label
+                assert_same_bits(found, alone[0][0], label)
                 if name in ("random", "scaled by 1e4", "NaN and Inf"):
-                    assert_same_bits(layer(x)[place], alone[1][0])
-                    assert_same_bits(layer.shared(x)[place], alone[2][0])
+                    assert_same_bits(layer(x)[place], alone[1][0], label)
+                    assert_same_bits(layer.shared(x)[place], alone[2][0], label)
 
 
-@pytest.mark.parametrize("numerics", CLASSES)
+@pytest.mark.parametrize("numerics", ["a16", *WIDE])
 @pytest.mark.parametrize("hashed", [False, True])
 def test_a23_decode_verify_and_prefill_agree(hashed, numerics, rng):
     """300 tokens one by one, in chunks, and at once; router and shared expert included."""
@@ -176,7 +186,7 @@ def test_a23_decode_verify_and_prefill_agree(hashed, numerics, rng):
     assert_same_bits(mixed, expected[0])
 
 
-@pytest.mark.parametrize("numerics", CLASSES)
+@pytest.mark.parametrize("numerics", WIDE)
 def test_a23_chunks_agree_on_the_reference(numerics, rng):
     layer = whole(rng, "reference", numerics)
     x = normal(rng, 13, 128)
@@ -223,7 +233,7 @@ def test_a24_the_order_of_the_combine_is_the_group_tree(case, numerics, backend)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a24_the_shared_expert_comes_last(backend):
-    """Routed BIG - BIG in different halves, shared 1: 1. Added first, the 1 would be lost."""
+    """Huge routed outputs of either sign cancel; then the 1 of the shared expert is added."""
     size = 128
     up, down = torch.zeros(8, size), torch.zeros(8, size, size)
     up[:, 0] = 1.0
@@ -235,7 +245,7 @@ def test_a24_the_shared_expert_comes_last(backend):
     one[0, 0], third[:, 0] = 32.0, 2.0**-10  # 32 x 32 x 2^-10 = 1
     shared = DenseMLP(one.bfloat16(), one.bfloat16(), third.bfloat16(), backend=backend)
     layer = layer_of(
-        switch_bank("mxfp4", up, down, 19),
+        switch_bank("mxfp4", up, down, 24),
         2,
         backend,
         router=Router(weight.bfloat16(), config=config),

@@ -17,7 +17,7 @@ E2M1 = torch.tensor(
 _BLOCK = {"nvfp4": 16, "mxfp4": 32}
 
 
-def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+def assert_same_bits(found: Tensor, expected: Tensor, label: str = "") -> None:
     """Equal type, shape and bytes; the message names the first element that differs."""
     assert found.dtype == expected.dtype, f"{found.dtype} is not {expected.dtype}"
     assert found.shape == expected.shape, f"{tuple(found.shape)} is not {tuple(expected.shape)}"
@@ -26,7 +26,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     if bool(wrong.any()):
         place = tuple(wrong.nonzero()[0].tolist())
         raise AssertionError(
-            f"{int(wrong.sum())} of {wrong.numel()} differ, first at {place}: "
+            f"{label} {int(wrong.sum())} of {wrong.numel()} differ, first at {place}: "
             f"{found[place].item()!r} is not {expected[place].item()!r}"
         )
 

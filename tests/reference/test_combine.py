@@ -1,4 +1,4 @@
-"""Combine (contract section 5): groups, order, duplicates, absent slots, one rounding at the end."""
+"""Combine (contract section 5): groups, order, duplicates, absent slots, one rounding."""
 
 import itertools
 

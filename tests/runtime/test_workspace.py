@@ -131,6 +131,8 @@ def test_layers_notice_that_the_arena_has_grown(rng):
     assert arena(CPU).generation != generation
     arena(CPU).fill(0xFF)
     assert_same_bits(layer(x), expected)
+    used = arena(CPU).views(layer.regions(4))["x"]
+    assert_same_bits(used[:1], x[8:].float())  # the last piece was staged in the new memory
     layer.reserve(9)
     assert_same_bits(layer(x), expected)
 

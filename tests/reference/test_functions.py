@@ -68,6 +68,13 @@ def hard_triples():
         for scale in (step, step / 2, 2 * step, step * (1 + 2**-23), step * (1 - 2**-24)):
             yield float(np.float32(c)), scale, c
             yield -float(np.float32(c)), scale, c
+    # Within 2^-60 of a tie of float32: float64 rounds onto the tie, and the second rounding is wrong.
+    above = (1 + 2.0**-12, 1 - 2.0**-12 + 2.0**-24)
+    below = (1 + 2.0**-23, 1 - 2.0**-23)
+    for size in (1.0, 2.0**60, 2.0**-50, -1.0):
+        for factors, c in ((above, 1.0), (below, 1 + 2.0**-23)):
+            yield factors[0] * 2.0**-12, factors[1] * 2.0**-12 * size, c * size
+            yield factors[0] * 2.0**-12, -factors[1] * 2.0**-12 * size, -c * size
     # A product that only tips a tie: 1 + 2^-24 is a tie, plus or minus the smallest product.
     yield from ((2.0**-12, 2.0**-12, 1.0), (2.0**-12 * (1 + 2**-23), 2.0**-12, 1.0))
     yield from ((TINY, TINY, 1.0 + 2**-23), (TINY, -TINY, 1.0), (TINY, 0.5, TINY), (TINY, 0.5, 0.0))

@@ -83,8 +83,9 @@ class ExactModule(nn.Module):
 
 
 def _detached(weight: PackedWeight) -> PackedWeight:
-    """The same memory outside autograd: parameters of a model in training mode require gradients."""
-    parts = {part: getattr(weight, part) for part in _PARTS}
-    if not any(tensor is not None and tensor.requires_grad for tensor in parts.values()):
+    """The same memory outside autograd: a model's parameters may require gradients."""
+    codes, global_scale = weight.codes, weight.global_scale
+    if not codes.requires_grad and (global_scale is None or not global_scale.requires_grad):
         return weight
-    return replace(weight, **{n: None if t is None else t.detach() for n, t in parts.items()})
+    global_scale = None if global_scale is None else global_scale.detach()
+    return replace(weight, codes=codes.detach(), global_scale=global_scale)

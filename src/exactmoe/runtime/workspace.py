@@ -61,11 +61,10 @@ class Arena:
         """Make the arena at least this large. Must not be called while a call runs: it takes the
         lock.
         """
-        with self.lock:
-            # Memory made in inference mode could not be written outside of it.
-            with torch.inference_mode(False):
-                if nbytes > self.nbytes:
-                    self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # Memory made in inference mode could not be written outside of it.
+        with self.lock, torch.inference_mode(False):
+            if nbytes > self.nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def views(self, regions: Sequence[Region]) -> dict[str, Tensor]:
         """The regions as tensors, side by side from the start of the arena.

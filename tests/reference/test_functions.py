@@ -68,7 +68,7 @@ def hard_triples():
         for scale in (step, step / 2, 2 * step, step * (1 + 2**-23), step * (1 - 2**-24)):
             yield float(np.float32(c)), scale, c
             yield -float(np.float32(c)), scale, c
-    # Within 2^-60 of a tie of float32: float64 rounds onto the tie, and the second rounding is wrong.
+    # Within 2^-60 of a tie: float64 rounds onto it, and a second rounding goes wrong.
     above = (1 + 2.0**-12, 1 - 2.0**-12 + 2.0**-24)
     below = (1 + 2.0**-23, 1 - 2.0**-23)
     for size in (1.0, 2.0**60, 2.0**-50, -1.0):

@@ -1,7 +1,7 @@
 """Text in and out of a loaded model: tokenizer, chat template, greedy generation that streams.
 
-transformers does the work: `generate` with a TextStreamer, and its `prefill_chunk_size` for a prompt
-that runs in chunks (both families' caches take that; they refuse assisted generation).
+transformers does the work: `generate` with a TextStreamer, and its `prefill_chunk_size` for a
+prompt that runs in chunks (the caches of both families take that; they refuse assisted generation).
 """
 
 import time
@@ -55,7 +55,7 @@ class _Arrivals:
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands the text on as soon as it is final, and keeps the tokens, so that an end loses nothing."""
+    """Hands the text on as soon as it is final, and keeps the tokens."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], arrivals: _Arrivals) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

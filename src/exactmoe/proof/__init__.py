@@ -1,7 +1,20 @@
 """Proof that the bits are what the contract says, on the machine at hand."""
 
 from exactmoe.proof.compare import Difference
+from exactmoe.proof.machine import fingerprint
+from exactmoe.proof.replay import Recorded, recording, replay
 from exactmoe.proof.report import Count, Report, table
 from exactmoe.proof.verify import WIDTHS, verify
 
-__all__ = ["WIDTHS", "Count", "Difference", "Report", "table", "verify"]
+__all__ = [
+    "WIDTHS",
+    "Count",
+    "Difference",
+    "Recorded",
+    "Report",
+    "fingerprint",
+    "recording",
+    "replay",
+    "table",
+    "verify",
+]

@@ -81,6 +81,13 @@ class Entry:
         return layer.hidden_size if isinstance(layer, DenseMLP) else layer.config.hidden_size
 
     @property
+    def is_hashed(self) -> bool:
+        """Whether the router takes its ids from a table, by token id."""
+        layer = self.layer
+        router = None if isinstance(layer, DenseMLP) else layer.router
+        return router is not None and router.table is not None
+
+    @property
     def num_experts(self) -> int:
         """E; a dense MLP counts as one."""
         layer = self.layer

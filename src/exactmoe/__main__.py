@@ -1,0 +1,5 @@
+"""`python -m exactmoe`, the same as `exactmoe`."""
+
+from exactmoe.cli import main
+
+main()

@@ -1,0 +1,106 @@
+"""`exactmoe generate PATH --prompt TEXT`: greedy text from a packed checkpoint, as it comes."""
+
+from typing import Annotated, Any
+
+import typer
+
+from exactmoe.cli import options
+from exactmoe.cli.output import folder_of, print_json, status
+from exactmoe.layer import MoELayer
+
+INTERRUPTED = 130
+_BF16_BYTES = 2
+
+
+def command(
+    path: options.Path,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 64,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's turn of the chat template.")
+    ] = False,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Run the prompt in chunks of this many tokens.")
+    ] = None,
+    cards: options.Cards = "cpu",
+    numerics: options.NumericsClass = None,
+    backend: options.Backend = "auto",
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a prompt greedily, the experts packed in memory."""
+    # transformers takes seconds to import, and other commands do without it.
+    from exactmoe.hf import blocks, load_model
+    from exactmoe.hf.text import generate, load_tokenizer, prompt_ids, quiet
+
+    if not debug:
+        quiet()
+    folder = folder_of(path)
+    tokenizer = load_tokenizer(folder)
+    ids = prompt_ids(tokenizer, prompt, chat)
+    with status(not json) as say:
+        say(f"loading {path}")
+        model = load_model(
+            str(folder),
+            cards=options.names(cards),
+            numerics=numerics,
+            backend=backend,
+            progress=False,
+        )
+    if not json and not chat:
+        typer.echo(prompt, nl=False)
+
+    def show(text: str) -> None:
+        if not json:
+            typer.echo(text, nl=False)
+
+    made = generate(model, tokenizer, ids, max_new_tokens, chunk, show)
+    layers = [layer for _, _, layer in blocks(model)]
+    held, as_bf16 = expert_bytes(layers)
+    if json:
+        print_json(
+            {
+                "text": made.text,
+                "prompt_tokens": made.prompt_tokens,
+                "new_tokens": len(made.token_ids),
+                "stop": made.stop,
+                "tokens_per_second": made.tokens_per_second,
+                "prompt_seconds": made.prompt_seconds,
+                "seconds": made.seconds,
+                "chunk": chunk,
+                "expert_bytes_in_memory": held,
+                "expert_bytes_bf16": as_bf16,
+                "numerics": sorted(
+                    {layer.numerics.activation for layer in layers if _is_moe(layer)}
+                ),
+                "backend": sorted({layer.plan().backend for layer in layers}),
+                "explain": {
+                    str(index): layer.explain(ids.shape[1]).to_dict()
+                    for index, _, layer in blocks(model)
+                },
+            }
+        )
+    else:
+        typer.echo()
+        typer.echo(
+            f"{len(made.token_ids)} tokens ({made.stop}), {made.tokens_per_second:.1f} tokens/s; "
+            f"experts {held / 1e6:.1f} MB in memory, {as_bf16 / 1e6:.1f} MB as bf16",
+            err=True,
+        )
+    if made.stop == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _is_moe(layer: Any) -> bool:
+    return isinstance(layer, MoELayer)
+
+
+def expert_bytes(layers: list[Any]) -> tuple[int, int]:
+    """Bytes of the routed experts as they lie in memory, and as bf16."""
+    banks = [layer.bank for layer in layers if _is_moe(layer)]
+    values = sum(
+        weight.num_experts * weight.rows * weight.columns
+        for bank in banks
+        for weight in (bank.gate, bank.up, bank.down)
+    )
+    return sum(bank.nbytes for bank in banks), values * _BF16_BYTES

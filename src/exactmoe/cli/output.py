@@ -1,0 +1,60 @@
+"""What commands print: results on stdout, progress on stderr."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from exactmoe.checkpoint import Checkpoint
+from exactmoe.errors import CheckpointError
+
+
+def folder_of(path: str) -> Path:
+    """The folder of a PATH argument; a hub id is fetched."""
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).exists():
+        raise CheckpointError(f"{path} is a file; allowed: a checkpoint folder, or a hub id")
+    # Only a hub id needs this import, which brings in transformers.
+    from exactmoe.hf.hub import checkpoint_folder
+
+    return checkpoint_folder(path)
+
+
+def open_checkpoint(path: str, numerics: str | None = None) -> Checkpoint:
+    """The checkpoint of a PATH argument."""
+    return Checkpoint(folder_of(path), numerics)
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """One JSON object on stdout; NaN and Inf are no JSON and raise."""
+    typer.echo(json.dumps(content, indent=2, allow_nan=False))
+
+
+def console() -> Console:
+    """For tables on stdout, as wide as they need where stdout is no terminal."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=160)
+
+
+@contextmanager
+def status(show: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what runs; nothing unless stderr is a terminal and `show`."""
+    stderr = Console(stderr=True, quiet=not show, highlight=False)
+    with stderr.status("starting") as line:
+        yield lambda text: line.update(text.replace("[", "\\["))
+
+
+@contextmanager
+def reading(show: bool, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes read on stderr."""
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn())
+    stderr = Console(stderr=True, quiet=not show)
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task("reading", total=nbytes)
+        yield lambda read: bar.advance(task, read)

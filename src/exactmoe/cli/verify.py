@@ -1,0 +1,152 @@
+"""`exactmoe verify PATH`: known answers, layers over every dimension, and a replayed prompt."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from exactmoe.cli import options
+from exactmoe.cli.output import console, folder_of, print_json, status
+from exactmoe.dense import DenseMLP
+from exactmoe.errors import ConfigError
+from exactmoe.layer import MoELayer
+from exactmoe.proof import WIDTHS, Report, fingerprint, recording, replay, table, verify
+from exactmoe.proof.batch import Entry
+from exactmoe.proof.known_answers import known_answers
+from exactmoe.proof.replay import Block
+
+MISMATCH = 1
+# Some text with code in it: a few hundred tokens, so that chunks of 64 have borders.
+PROMPT = '''\
+def parse_lines(path, encoding="utf-8"):
+    """Read a file of `name = value` lines; comments start with a number sign."""
+    result = {}
+    with open(path, encoding=encoding) as handle:
+        for number, line in enumerate(handle, start=1):
+            line = line.partition("#")[0].strip()
+            if not line:
+                continue
+            name, separator, value = line.partition("=")
+            if not separator:
+                raise ValueError(f"{path}, line {number}: no value for {name!r}")
+            result[name.strip()] = value.strip()
+    return result
+
+
+class Table:
+    def __init__(self, columns, rows=()):
+        self.columns = tuple(columns)
+        self.rows = [tuple(row) for row in rows]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def select(self, name, value):
+        index = self.columns.index(name)
+        return Table(self.columns, [row for row in self.rows if row[index] == value])
+'''
+
+
+def command(
+    path: options.Path,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Layers to prove; by default the first of each kind."),
+    ] = None,
+    all_layers: Annotated[bool, typer.Option("--all", help="Prove every layer.")] = False,
+    widths: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Tokens a call, separated by commas.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text whose MLP inputs are recorded and replayed.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the inputs of the layers.")] = 0,
+    cards: options.Cards = "cpu",
+    numerics: options.NumericsClass = None,
+    backend: options.Backend = "auto",
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Prove, byte by byte, that a token's bits do not depend on its call."""
+    asked_widths = WIDTHS if widths is None else options.integers("--widths", widths)
+    asked_layers = None if layers is None else options.integers("--layers", layers)
+    if all_layers and layers is not None:
+        raise ConfigError("--all and --layers were both given; allowed: one of them")
+    # transformers takes seconds to import, and other commands do without it.
+    from exactmoe.hf import blocks, load_model
+    from exactmoe.hf.text import load_tokenizer, prompt_ids, quiet, run_prompt
+
+    if not debug:
+        quiet()
+    with status(not json) as say:
+        say("known answers")
+        reports = [known_answers(backend, progress=say)]
+        say(f"loading {path}")
+        folder = folder_of(path)
+        ids = prompt_ids(load_tokenizer(folder), PROMPT if prompt is None else prompt)
+        model = load_model(
+            str(folder),
+            cards=options.names(cards),
+            numerics=numerics,
+            backend=backend,
+            progress=False,
+        )
+        found = blocks(model)
+        for index, layer in chosen(found, asked_layers, all_layers):
+            subject = f"layer {index}: {kind_of(layer)}"
+            reports.append(
+                verify(layer, widths=asked_widths, seed=seed, subject=subject, progress=say)
+            )
+        say("recording the prompt")
+        with recording(found) as calls:
+            run_prompt(model, ids)
+        reports.append(replay(calls, progress=say))
+    show(path, reports, json)
+
+
+def chosen(
+    found: Sequence[Block], asked: tuple[int, ...] | None, every: bool
+) -> list[tuple[int, MoELayer | DenseMLP]]:
+    """The layers to prove: the asked ones, all, or the first of each kind."""
+    layers = {index: layer for index, _, layer in found}
+    if asked is not None:
+        wrong = [index for index in asked if index not in layers]
+        if wrong:
+            raise ConfigError(f"--layers has {wrong}; allowed: {sorted(layers)}")
+        return [(index, layers[index]) for index in asked]
+    if every:
+        return list(layers.items())
+    first: dict[str, int] = {}
+    for index, layer in layers.items():
+        first.setdefault(kind_of(layer), index)
+    return [(index, layers[index]) for index in first.values()]
+
+
+def kind_of(layer: MoELayer | DenseMLP) -> str:
+    """ "dense", "hash" or "score", with the class and the format of the experts."""
+    if isinstance(layer, DenseMLP):
+        return f"dense, {layer.bank.gate.format}"
+    kind = "hash" if Entry("block", layer).is_hashed else "score"
+    return f"{kind}, {layer.numerics.activation}, {layer.bank.gate.format}"
+
+
+def show(path: str, reports: list[Report], json: bool) -> None:
+    """Print the proof; raises typer.Exit with status 1 unless every report is ok."""
+    ok = all(report.ok for report in reports)
+    if json:
+        parts = [{k: v for k, v in r.to_dict().items() if k != "machine"} for r in reports]
+        print_json({"path": path, "ok": ok, "machine": fingerprint(), "reports": parts})
+    else:
+        out = console()
+        out.print(table(reports))
+        machine = ", ".join(f"{name} {value}" for name, value in fingerprint().items())
+        typer.echo(f"machine: {machine}")
+        rows, nbytes = (sum(getattr(r, n) for r in reports) for n in ("comparisons", "nbytes"))
+        seconds = sum(report.seconds for report in reports)
+        verdict = "all bytes equal" if ok else "BITS DIFFER"
+        typer.echo(f"{verdict}: {rows:,} rows, {nbytes:,} bytes compared in {seconds:.1f} s")
+    for report in reports:
+        for difference in report.differences:
+            typer.echo(f"{report.subject}: {difference}", err=True)
+    if not ok:
+        raise typer.Exit(MISMATCH)

@@ -43,7 +43,7 @@ def run(
     format: str = "",
     fused: bool = False,
 ) -> Tensor:
-    """The first 4 rows of expert 0 by 1 or 4 tokens: float32 [T, 4] before the epilogue."""
+    """The first 4 rows of expert 0 by the tokens of x: float32 [T, 4] before the epilogue."""
     tokens = len(x)
     codes, block_scales, table = (int(a) for a in weight.experts[0])
     layout = weight.layout

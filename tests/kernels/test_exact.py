@@ -9,7 +9,7 @@ from torch import Tensor
 from exactmoe.config import Numerics
 from exactmoe.formats import PackedWeight, apply_global_scale, operand
 from exactmoe.formats.rows import Rows
-from exactmoe.kernels.cpu.dot import tile_address
+from exactmoe.kernels.cpu.dot import TOKENS, tile_address
 from exactmoe.kernels.cpu.exact import exact_rows
 from exactmoe.ops.cpu.down import down
 from exactmoe.ops.cpu.prepare import CpuWeight, prepare
@@ -95,7 +95,7 @@ def test_outside_of_the_range_fused_products_would_differ(case, rng):
     weight, x = case(rng)
     prepared = prepare(weight)
     expected = one_token(x, prepared)
-    prepared.layout[5:7] = [tile_address(weight.format, tokens, True) for tokens in (1, 4)]
-    prepared.layout[7:9] = prepared.layout[5:7]
+    prepared.layout[5:8] = [tile_address(weight.format, tokens, True) for tokens in TOKENS]
+    prepared.layout[8:11] = prepared.layout[5:8]
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(one_token(x, prepared), expected)

@@ -1,6 +1,8 @@
 """Threads and the floating-point environment of the CPU backend."""
 
+import ctypes
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,6 +66,22 @@ def test_without_the_default_environment_the_bits_change(rng, monkeypatch):
         found = call.run(ops.path("cpu"))
     with pytest.raises(AssertionError, match="differ"):
         assert_same_parts(found, expected)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a rounding mode")
+def test_another_rounding_mode_changes_nothing(rng):
+    call = Call.random(rng, "nvfp4", "a16", (64, 64), 5)
+    expected = call.run(ops.path("cpu"))
+    library, upward = ctypes.PyDLL(None), 0x800
+    before = library.fegetround()
+    library.fesetround(upward)
+    try:
+        found = call.run(ops.path("cpu"))
+        kept = library.fegetround()
+    finally:
+        library.fesetround(before)
+    assert kept == upward
+    assert_same_parts(found, expected)
 
 
 def test_number_of_threads(monkeypatch):

@@ -1,4 +1,4 @@
-"""The dots of contract section 4: tiles of 4 weight rows by 1 or 4 tokens, 16 lanes each.
+"""The dots of contract section 4: tiles of 4 weight rows by 1, 2 or 4 tokens, 16 lanes each.
 
 A tile walks k once. Lane j of each (row, token) takes k = j, j + 16, ... with a multiply and an add
 (two roundings); at the end of a chain the 16 lanes are added as a fixed tree, and total =
@@ -42,7 +42,7 @@ from exactmoe.kernels.cpu.vectors import (
 )
 
 ROWS = 4
-TOKENS = (1, 4)
+TOKENS = (1, 2, 4)
 FORMATS = ("nvfp4", "mxfp4", "bf16", "f32")
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64)"
 # Fields of `geometry`, int64: elements of k in all and in one chain; bytes between token scales.
@@ -203,7 +203,7 @@ def _tile(typing, format, num_tokens, fused, rows, scales, table, tokens, x_scal
 
 
 def tile_source(format: str, num_tokens: int, fused: bool) -> Callable:
-    """The function that numba compiles to a tile of ROWS rows by num_tokens (1 or 4) tokens."""
+    """The function that numba compiles to a tile of ROWS rows by num_tokens tokens."""
     mode = int(fused)
 
     def body(rows, row_scales, table, tokens, token_scales, geometry, out):

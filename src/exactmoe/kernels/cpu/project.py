@@ -4,20 +4,20 @@ of.
 A weight comes as three arrays (ops/cpu/prepare.py makes them):
     experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of the values
     of its scale bytes factors  float32 [E]: what the accumulator is multiplied by, or divided by
-    layout   int64 [9]: see the names below
+    layout   int64 [11]: see the names below
 """
 
 import numpy as np
 
 from exactmoe.kernels.cpu.compile import device
-from exactmoe.kernels.cpu.dot import ROWS
+from exactmoe.kernels.cpu.dot import ROWS, TOKENS
 from exactmoe.kernels.cpu.intrinsics import call_tile
 
 BLOCK_ROWS = 32  # rows of one piece of work
 CHUNK_TOKENS = 64  # tokens whose results a thread holds at a time
 CODES, SCALES, TABLE = 0, 1, 2
 NUM_ROWS, COLUMNS, ROW_BYTES, SCALE_ROW_BYTES, DIVIDE = range(5)
-TILE_1, TILE_4, FUSED_1, FUSED_4 = range(5, 9)
+TILES = 5  # addresses of the tiles of 1, 2 and 4 tokens, then of the fused ones
 
 ONE = np.ones(1, np.float32)  # the token scale of everything but `a8`
 
@@ -58,19 +58,18 @@ def project(experts, factors, layout, expert, first_row, num_rows, addresses, ge
             rows[ROWS + r] = experts[expert, SCALES] + row * layout[SCALE_ROW_BYTES]
         token = 0
         while token < num_tokens:
-            single = num_tokens - token == 1
-            width = 1 if single else 4
-            fused = True
+            left = num_tokens - token
+            size = 0 if left == 1 else (1 if left == 2 else 2)
+            width = 1 << size
+            fused = 1
             for t in range(width):
                 # A short group repeats its last token.
                 source = min(token + t, num_tokens - 1)
                 tokens[t] = addresses[0, source]
                 tokens[4 + t] = addresses[1, source]
-                fused = fused and addresses[2, source] == 1
+                fused &= addresses[2, source]
             call_tile(
-                layout[
-                    (FUSED_1 if fused else TILE_1) if single else (FUSED_4 if fused else TILE_4)
-                ],
+                layout[TILES + fused * len(TOKENS) + size],
                 rows.ctypes.data,
                 rows.ctypes.data + 8 * ROWS,
                 experts[expert, TABLE],
@@ -79,7 +78,7 @@ def project(experts, factors, layout, expert, first_row, num_rows, addresses, ge
                 geometry.ctypes.data,
                 cells.ctypes.data,
             )
-            for t in range(min(width, num_tokens - token)):
+            for t in range(min(width, left)):
                 for r in range(min(ROWS, last_row + 1 - quad)):
                     value = cells[t * ROWS + r]
                     scaled = value / factor if layout[DIVIDE] else value * factor

@@ -40,7 +40,7 @@ class CpuWeight:
         weight: the packed weight, kept so that the addresses stay valid.
         experts: int64 [E, 3]: addresses of codes, block scales and values of scale bytes.
         factors: float32 [E]: global scales; 2^p for MXFP4; 1 for BF16.
-        layout: int64 [9].
+        layout: int64 [11].
     """
 
     weight: PackedWeight

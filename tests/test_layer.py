@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
-from exactmoe import DenseMLP, Limits, MoEConfig, MoELayer, Router, RouterConfig
+from exactmoe import DenseMLP, Limits, MoEConfig, MoELayer, Router, RouterConfig, ops
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.formats.rows import Rows
+from exactmoe.runtime.routes import RouteTable
 from layers import (
     BACKENDS,
     CLASSES,
@@ -54,6 +56,22 @@ def test_both_backends_give_the_same_bits(format, numerics, rng):
     assert_same_bits(fast, slow)
     truth = true_experts(bank, *call, limit=1.0)
     assert relative_l2(fast, truth) < (2.0**-7 if numerics == "a16" else 0.08)
+
+
+def test_both_backends_give_the_same_float32_activation(rng):
+    """h of `a8` before its rounding, whose last bits no later stage shows."""
+    bank = random_bank(rng, "mxfp4", 1, 128, 256)
+    x = normal(rng, 64, 128, scale=4.0).float()
+    routes = RouteTable(torch.tensor([0, 64]), torch.arange(64), torch.zeros(1).long())
+    results = []
+    for backend in BACKENDS:
+        path = ops.path(backend)
+        rows = path.quantize(x, Rows(torch.empty(64, 128), torch.empty(64, 1)))
+        weights = path.prepare(bank.gate), path.prepare(bank.up)
+        h = torch.empty(64, 256)
+        path.gate_up(rows, weights, routes, torch.full((64, 1), 0.7), None, h)
+        results.append(h)
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("hashed", [False, True])

@@ -68,20 +68,33 @@ def test_without_the_default_environment_the_bits_change(rng, monkeypatch):
         assert_same_parts(found, expected)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a rounding mode")
-def test_another_rounding_mode_changes_nothing(rng):
-    call = Call.random(rng, "nvfp4", "a16", (64, 64), 5)
-    expected = call.run(ops.path("cpu"))
+@contextmanager
+def rounding_up() -> Iterator[None]:
+    """Results are rounded towards +Inf on this thread."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the number of the rounding mode is that of x86-64")
     library, upward = ctypes.PyDLL(None), 0x800
     before = library.fegetround()
     library.fesetround(upward)
     try:
-        found = call.run(ops.path("cpu"))
-        kept = library.fegetround()
+        yield
+        assert library.fegetround() == upward
     finally:
         library.fesetround(before)
-    assert kept == upward
+
+
+def test_another_rounding_mode_changes_nothing(rng, monkeypatch):
+    call = Call.random(rng, "nvfp4", "a16", (64, 64), 5)
+    call.numerics = Numerics(slot="f32", output="f32")
+    expected = call.run(ops.path("cpu"))
+    with rounding_up():
+        found = call.run(ops.path("cpu"))
     assert_same_parts(found, expected)
+    monkeypatch.setattr(threads, "_compute", lambda kernel, arguments: kernel(*arguments))
+    with rounding_up():
+        wrong = call.run(ops.path("cpu"))
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_parts(wrong, expected)
 
 
 def test_number_of_threads(monkeypatch):

@@ -304,8 +304,9 @@ def test_a_model_in_inference_mode_and_under_no_grad(backend, rng):
     assert_same_bits(layer(x), expected)
 
 
-def test_subnormals_are_kept_whatever_the_caller_flushes(rng):
-    layer = whole(rng, "cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_subnormals_are_kept_whatever_the_caller_flushes(backend, rng):
+    layer = whole(rng, backend)
     x, ids, weights = random_call(rng, layer, 4)
     x, weights = x * 2.0**-60, weights * 2.0**-10
     x[1] *= 2.0**-68
@@ -318,6 +319,15 @@ def test_subnormals_are_kept_whatever_the_caller_flushes(rng):
         torch.set_flush_denormal(False)
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
+
+
+def test_route_is_what_the_whole_block_takes(rng):
+    layer = whole(rng, "cpu", limits=Limits(max_rows=3))
+    layer.shared = None
+    x, _, _ = random_call(rng, layer, 8)
+    ids, weights = layer.route(x)
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+    assert_same_bits(layer.experts(x, ids, weights), layer(x))
 
 
 def test_repr_and_explain_name_what_runs(rng):

@@ -82,14 +82,14 @@ class MoELayer(Block):
                 f"hidden and intermediate size are {sizes}; class a8 needs multiples of {PIECE}"
             )
         if self.router is not None:
-            self._require_router(self.router)
+            self._check_router(self.router)
         if self.shared is not None and self.shared.hidden_size != config.hidden_size:
             raise ConfigError(
                 f"shared expert has hidden_size {self.shared.hidden_size}; "
                 f"allowed: {config.hidden_size}"
             )
 
-    def _require_router(self, router: Router) -> None:
+    def _check_router(self, router: Router) -> None:
         config = self.config
         found, asked = (
             (router.num_experts, router.hidden_size),
@@ -108,6 +108,13 @@ class MoELayer(Block):
                 f"the table gives {router.table.shape[1]} ids a token; top_k is {config.top_k}"
             )
 
+    def _require_router(self) -> Router:
+        if self.router is None:
+            raise ConfigError(
+                "this layer has no router; call layer.experts(x, expert_ids, weights)"
+            )
+        return self.router
+
     def plan(self) -> Plan:
         return choose(self.numerics, self.device, self.backend)
 
@@ -124,6 +131,7 @@ class MoELayer(Block):
             Region("token_ids", (rows,), i64),
             Region("expert_ids", (slots,), torch.int32),
             Region("weights", (slots,), f32),
+            Region("logits", (rows, self.config.num_experts), f32),
             Region("offsets", (self.config.num_experts + 1,), i64),
             Region("sorted", (slots,), i64),
             Region("h", (slots, inner), f32),
@@ -167,11 +175,7 @@ class MoELayer(Block):
         self, x: Tensor, token_ids: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The whole block: x bfloat16 [T, H] (token_ids [T] for a hash layer) -> y [T, H]."""
-        router = self.router
-        if router is None:
-            raise ConfigError(
-                "this layer has no router; call layer.experts(x, expert_ids, weights)"
-            )
+        router = self._require_router()
         check_x(x, self.config.hidden_size, self.device)
         check_token_ids(token_ids, x.shape[0], router.table)
         y = output(out, {"x": x}, self.config.hidden_size, self.numerics.output)
@@ -179,10 +183,7 @@ class MoELayer(Block):
         with self._arena().lock:
             space = self._workspace()
             for piece in self._pieces(x.shape[0]):
-                tokens = (
-                    token_ids[piece] if token_ids is not None and router.table is not None else None
-                )
-                ids, weights = self._route(path, space, x[piece], tokens)
+                ids, weights = self._route(path, space, x[piece], _piece_of(token_ids, piece))
                 shared = (
                     None
                     if self.shared is None
@@ -214,6 +215,23 @@ class MoELayer(Block):
                 self._experts(path, space, ids, staged_weights, None, y[piece])
         return self._finished(y)
 
+    def route(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The router alone: x bf16 [T, H] -> expert_ids int32 [T, K], weights float32 [T, K]."""
+        router = self._require_router()
+        check_x(x, self.config.hidden_size, self.device)
+        check_token_ids(token_ids, x.shape[0], router.table)
+        shape = (x.shape[0], self.config.top_k)
+        expert_ids = torch.empty(shape, dtype=torch.int32, device=x.device)
+        weights = torch.empty(shape, dtype=torch.float32, device=x.device)
+        path = ops.path(self.plan().backend)
+        with self._arena().lock:
+            space = self._workspace()
+            for piece in self._pieces(x.shape[0]):
+                ids, values = self._route(path, space, x[piece], _piece_of(token_ids, piece))
+                expert_ids[piece].copy_(ids)
+                weights[piece].copy_(values)
+        return expert_ids, weights
+
     def _stage(
         self, space: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -238,10 +256,11 @@ class MoELayer(Block):
         ids, weights = (
             space[name][: tokens * top_k].view(tokens, top_k) for name in ("expert_ids", "weights")
         )
-        if token_ids is not None:
+        router = self._require_router()
+        if token_ids is not None and router.table is not None:
             token_ids = space["token_ids"][:tokens].copy_(token_ids)
-        assert self.router is not None
-        path.router(staged, self.router, token_ids, self.numerics, ids, weights)
+        logits = space["logits"][:tokens]
+        path.router(staged, router, token_ids, self.numerics, logits, (ids, weights))
         return ids, weights
 
     def _experts(
@@ -283,6 +302,10 @@ class MoELayer(Block):
         if self.limits.checks:
             self.check()
         return y
+
+
+def _piece_of(token_ids: Tensor | None, piece: slice) -> Tensor | None:
+    return None if token_ids is None else token_ids[piece]
 
 
 def _placement(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exactmoe import ExpertBank, MoEConfig, MoELayer, PackedWeight, ops, quantize_experts
+from exactmoe import ExpertBank, MoEConfig, MoELayer, PackedWeight, quantize_experts
 from exactmoe.formats import e2m1
 
 BACKENDS = ("reference", "cpu")
@@ -73,11 +73,7 @@ def random_call(rng: torch.Generator, layer: MoELayer, tokens: int) -> tuple[Ten
 
 def routed(layer: MoELayer, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The layer's router alone, on the layer's backend: expert ids and weights [T, K]."""
-    ids = torch.empty(len(x), layer.config.top_k, dtype=torch.int32)
-    weights = torch.empty(ids.shape)
-    path = ops.path(layer.plan().backend)
-    path.router(x.float(), layer.router, token_ids, layer.numerics, ids, weights)
-    return ids, weights
+    return layer.route(x, token_ids)
 
 
 def exact_weight(format: str, values: Tensor, power: int | Sequence[int] = 0) -> PackedWeight:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import torch
-from layers import assert_same_bits
 from torch import Tensor
 
 from exactmoe.config import Numerics
@@ -11,6 +10,7 @@ from exactmoe.formats import PackedWeight, quantize
 from exactmoe.formats.rows import Rows
 from exactmoe.ops import Path
 from exactmoe.runtime.routes import RouteTable
+from layers import assert_same_bits
 
 FORMATS = ("nvfp4", "nvfp4-divide", "mxfp4", "bf16")
 

@@ -97,7 +97,7 @@ def test_workspace_bytes_of_a_layer(numerics, rng):
     for rows in (1, 5, 512):
         slots = 2 * rows
         expected = padded(rows * 128) + padded(slots, 8) + padded(rows, 8) + 2 * padded(slots)
-        expected += padded(7, 8) + padded(slots, 8) + 2 * padded(slots * 128)
+        expected += padded(rows * 6) + padded(7, 8) + padded(slots, 8) + 2 * padded(slots * 128)
         if numerics == "a8":
             expected += padded(rows * 128) + padded(rows) + padded(slots * 128) + padded(slots)
         expected += padded(rows * 64) + padded(rows * 128)

@@ -40,10 +40,12 @@ class Path(Protocol):
         router: RouterWeights,
         token_ids: Tensor | None,
         numerics: Numerics,
-        expert_ids: Tensor,
-        weights: Tensor,
+        logits: Tensor,
+        routed: tuple[Tensor, Tensor],
     ) -> None:
-        """x float32 [T, H] (values of bf16) -> expert_ids int32 [T, K], weights float32 [T, K]."""
+        """x float32 [T, H] (values of bf16) -> logits float32 [T, E], and routed: expert_ids int32
+        [T, K] and weights float32 [T, K].
+        """
 
     def route_table(self, expert_ids: Tensor, num_experts: int, routes: RouteTable) -> None:
         """expert_ids int32 [T, K] -> slots sorted by expert."""

@@ -11,17 +11,23 @@ from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.scales import decode_e4m3
 from exactmoe.ops.path import RouterWeights
+from exactmoe.runtime.float_environment import default_float_environment
 from exactmoe.runtime.routes import RouteTable
 
 
 class ReferencePath:
-    """Plain loops of torch operations; see ops/path.py for the shapes."""
+    """Plain loops of torch operations; see ops/path.py for the shapes.
+
+    The floating-point environment is set on the calling thread; torch's own threads, which only
+    large tensors use, keep theirs.
+    """
 
     name = "reference"
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:
         return weight
 
+    @default_float_environment()
     def quantize(self, values: Tensor, out: Rows) -> Rows:
         codes, scales = reference.quantize(values)
         out.values.copy_(decode_e4m3(codes))
@@ -29,27 +35,27 @@ class ReferencePath:
             out.scales.copy_(scales)
         return out
 
+    @default_float_environment()
     def router(
         self,
         x: Tensor,
         router: RouterWeights,
         token_ids: Tensor | None,
         numerics: Numerics,
-        expert_ids: Tensor,
-        weights: Tensor,
+        logits: Tensor,
+        routed: tuple[Tensor, Tensor],
     ) -> None:
+        logits.copy_(reference.router_logits(x, router.weight_f32))
         if router.table is None:
-            top_k = expert_ids.shape[1]
-            routed = reference.router(
-                x, router.weight_f32, router.bias, router.config, top_k, numerics
-            )
+            top_k = routed[0].shape[1]
+            ids, scores = reference.select(logits, router.bias, top_k, router.config, numerics)
         else:
             assert token_ids is not None
-            routed = reference.hash_router(
-                x, router.weight_f32, router.table, token_ids, router.config, numerics
+            ids, scores = reference.look_up(
+                logits, router.table, token_ids, router.config, numerics
             )
-        expert_ids.copy_(routed[0])
-        weights.copy_(routed[1])
+        routed[0].copy_(ids)
+        routed[1].copy_(reference.routing_weights(scores, router.config, numerics))
 
     def route_table(self, expert_ids: Tensor, num_experts: int, routes: RouteTable) -> None:
         ids = expert_ids.flatten().long()
@@ -61,6 +67,7 @@ class ReferencePath:
         counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts]
         routes.offsets[1:].copy_(torch.cumsum(counts, 0))
 
+    @default_float_environment()
     def gate_up(
         self,
         rows: Rows,
@@ -76,12 +83,14 @@ class ReferencePath:
             slot_weights = None if weights is None else weights.flatten()[slots]
             h[slots] = reference.gate_up(picked, *gate_up, expert, swiglu_limit, slot_weights)
 
+    @default_float_environment()
     def down(
         self, h: Rows, down: PackedWeight, routes: RouteTable, numerics: Numerics, slots: Tensor
     ) -> None:
         for expert, served in _served(routes):
             slots[served] = reference.down(_pick(h, served), down, expert, numerics)
 
+    @default_float_environment()
     def combine(
         self,
         slots: Tensor,
@@ -98,6 +107,7 @@ class ReferencePath:
         )
         y.copy_(reference.finish(combined, shared, _output(y)))
 
+    @default_float_environment()
     def dense_mlp(
         self,
         x: Tensor,
@@ -108,6 +118,7 @@ class ReferencePath:
     ) -> None:
         out.copy_(reference.dense_mlp(x, *weights, swiglu_limit))
 
+    @default_float_environment()
     def finish(self, dense: Tensor, y: Tensor) -> None:
         y.copy_(reference.finish(torch.zeros_like(dense), dense, _output(y)))
 

@@ -7,7 +7,14 @@ from exactmoe.reference.dense_mlp import dense_mlp
 from exactmoe.reference.dot import dot, dot_dense, dot_router, dot_scaled
 from exactmoe.reference.experts import as_rows, down, expert_slots, gate_up, project
 from exactmoe.reference.quantize import quantize
-from exactmoe.reference.router import hash_router, router, router_logits, routing_weights, select
+from exactmoe.reference.router import (
+    hash_router,
+    look_up,
+    router,
+    router_logits,
+    routing_weights,
+    select,
+)
 
 __all__ = [
     "as_rows",
@@ -22,6 +29,7 @@ __all__ = [
     "finish",
     "gate_up",
     "hash_router",
+    "look_up",
     "project",
     "quantize",
     "router",

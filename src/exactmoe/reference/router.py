@@ -75,9 +75,17 @@ def hash_router(
     """Hash layers: ids from table [V, K] by token id [T]; weights from the scores of those experts,
     in table order.
     """
+    expert_ids, scores = look_up(router_logits(x, weight), table, token_ids, config, numerics)
+    return expert_ids, routing_weights(scores, config, numerics)
+
+
+def look_up(
+    logits: Tensor, table: Tensor, token_ids: Tensor, config: RouterConfig, numerics: Numerics
+) -> tuple[Tensor, Tensor]:
+    """Logits float32 [T, E] -> expert_ids int32 [T, K] of the tokens' table rows, their scores."""
     expert_ids = table[token_ids.long()].int()
-    scores = _ladder(numerics)(_score(router_logits(x, weight), config))
-    return expert_ids, routing_weights(scores.gather(1, expert_ids.long()), config, numerics)
+    scores = _ladder(numerics)(_score(logits, config))
+    return expert_ids, scores.gather(1, expert_ids.long())
 
 
 def _score(logits: Tensor, config: RouterConfig) -> Tensor:

@@ -15,23 +15,25 @@ def router(
     router: RouterWeights,
     token_ids: Tensor | None,
     numerics: Numerics,
-    expert_ids: Tensor,
-    weights: Tensor,
+    logits: Tensor,
+    routed: tuple[Tensor, Tensor],
 ) -> None:
-    """x float32 [T, H] (values of bf16) -> expert_ids int32 [T, K], weights float32 [T, K].
+    """x float32 [T, H] (values of bf16) -> logits float32 [T, E], and routed: expert_ids int32
+    [T, K] and weights float32 [T, K].
 
     A hash layer's ids come from router.table [V, K] by token_ids int64 [T].
     """
     weight = router.weight_f32.numpy()
     num_tokens, num_experts = x.shape[0], weight.shape[0]
-    logits = np.empty((num_tokens, num_experts), np.float32)
     tiles = (tile_address("f32", 1), tile_address("f32", 4))
     blocks = -(-num_experts // kernels.EXPERTS) if num_tokens else 0
-    launch(kernels.logits, (x.numpy(), weight, *tiles, logits), blocks, x.numel() * num_experts)
+    launch(
+        kernels.logits, (x.numpy(), weight, *tiles, logits.numpy()), blocks, x.numel() * num_experts
+    )
 
     hashed = router.table is not None and token_ids is not None
     arguments = (
-        logits,
+        logits.numpy(),
         np.empty(0, np.float32) if router.bias is None else router.bias.numpy(),
         router.table.numpy() if hashed else np.empty((0, 1), np.int64),
         token_ids.numpy() if token_ids is not None and hashed else np.empty(0, np.int64),
@@ -39,7 +41,6 @@ def router(
         np.float32(router.config.factor),
         router.config.normalize,
         numerics.router == "bf16_ladder",
-        expert_ids.numpy(),
-        weights.numpy(),
+        *(tensor.numpy() for tensor in routed),
     )
     launch(kernels.select, arguments, num_tokens, num_tokens * num_experts * 64)

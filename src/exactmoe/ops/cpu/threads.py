@@ -5,23 +5,18 @@ nothing but speed. Each thread computes in the default environment (round to nea
 kept) and puts back what it found, whatever `torch.set_flush_denormal` or a library left there.
 """
 
-import ctypes
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from exactmoe import env
-from exactmoe.errors import Unsupported
+from exactmoe.runtime.float_environment import default_float_environment
 
 WORK_PER_THREAD = 1 << 18  # multiply-adds that pay for waking a thread (about 20 us)
-_ENVIRONMENT_BYTES = 256  # larger than any fenv_t
-_DEFAULT = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
@@ -30,25 +25,9 @@ def num_threads() -> int:
     return env.read("EXACTMOE_THREADS") or torch.get_num_threads()
 
 
-@cache
-def _math_library() -> Any:
-    if sys.platform != "linux":
-        raise Unsupported(
-            f"the CPU backend sets the floating-point environment of Linux; this is {sys.platform}"
-        )
-    # PyDLL keeps the GIL: these calls take nanoseconds.
-    return ctypes.PyDLL(None)
-
-
 def _compute(kernel: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    library = _math_library()
-    found = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
-    library.fegetenv(found)
-    library.fesetenv(_DEFAULT)
-    try:
+    with default_float_environment():
         kernel(*arguments)
-    finally:
-        library.fesetenv(found)
 
 
 def _pool(workers: int) -> ThreadPoolExecutor:

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import click
 import typer
 
 from exactmoe.cli import generate, inspect, verify
@@ -46,7 +45,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, debug: bool, **kwargs: Any) -> None:
         try:
             command(*args, debug=debug, **kwargs)
-        except (click.exceptions.Exit, click.ClickException, click.Abort):
+        except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None

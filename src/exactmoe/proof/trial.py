@@ -11,6 +11,7 @@ from exactmoe.proof.batch import Batch, Entry
 from exactmoe.proof.report import Report
 
 _STREAMS_A_TRIAL = 1000
+_CROWD_STREAM = 10
 
 
 @dataclass(eq=False)
@@ -81,6 +82,11 @@ class Trial:
         large = large.scaled(64.0)
         broken.x[0, self.entry.hidden_size // 2] = float("nan")
         return ordinary, large, broken
+
+    @cached_property
+    def crowd(self) -> Batch:
+        """Random tokens, as many as the widest call: neighbours are cut from it."""
+        return self.random(max(self.widths), _CROWD_STREAM)
 
     finite_needles = (0, 1)
     nan_needles = (2,)

@@ -9,8 +9,6 @@ from exactmoe.proof.batch import Batch
 from exactmoe.proof.numbers import units
 from exactmoe.proof.trial import Trial
 
-_STREAM = 10
-
 
 def neighbours(trial: Trial) -> None:
     """The needles first, in the middle and last among neighbours of each kind, at each width.
@@ -47,7 +45,7 @@ def _calls(tokens: int, needles: Sequence[int], turn: int) -> list[dict[int, int
 
 
 def _random(trial: Trial, tokens: int) -> Batch:
-    return trial.random(tokens, _STREAM)
+    return trial.crowd.rows(slice(0, tokens))
 
 
 def _to_its_experts(trial: Trial, tokens: int) -> Batch:

@@ -151,3 +151,14 @@ def test_floor_log2_of_float32_bits(pattern):
     value = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
     low = floor_log2(value).item()
     assert 2.0**low <= value.item() < 2.0 ** (low + 1)
+
+
+def test_power_of_two_does_not_depend_on_the_callers_flushing():
+    exponents = torch.arange(-151, 130)
+    expected = power_of_two(exponents).view(torch.int32)
+    assert torch.set_flush_denormal(True)
+    try:
+        found = power_of_two(exponents).view(torch.int32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, expected)

@@ -40,8 +40,15 @@ def encode_e4m3(values: Tensor) -> Tensor:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """2^exponent as float32: below -126 as subnormals, below -149 zero, above 127 Inf."""
-    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents.long()).float()
+    """2^exponent as float32, exponents integer: subnormal below -126, 0 below -149, Inf above 127.
+
+    Made from bits: a thread that flushes subnormals must not change a scale.
+    """
+    exponents = exponents.int()
+    normal = (exponents.clamp(-126, 128) + 127) << 23
+    subnormal = torch.ones_like(exponents) << (exponents.clamp(-149, -127) + 149)
+    subnormal = torch.where(exponents < -149, torch.zeros_like(subnormal), subnormal)
+    return torch.where(exponents < -126, subnormal, normal).view(torch.float32)
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:

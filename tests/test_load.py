@@ -95,7 +95,7 @@ def test_hash_layer_follows_the_table(tmp_path: Path, rng: torch.Generator) -> N
 
 def test_refusals(tmp_path: Path, rng: torch.Generator) -> None:
     path = write(tmp_path, glm_config(), glm_tensors(rng))
-    with pytest.raises(ConfigError, match="layer is 9; allowed: 0 to 1"):
+    with pytest.raises(ConfigError, match="layer is 9; allowed: 0 to 2"):
         load_layer(path, 9)
     with pytest.raises(ConfigError, match="cards is 'cpu'"):
         load_layer(path, 1, cards="cpu")

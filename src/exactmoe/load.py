@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from exactmoe.checkpoint import Checkpoint, DenseWeights, MoEWeights, Progress, read_layer
+from exactmoe.checkpoint import (
+    Checkpoint,
+    DenseWeights,
+    MoEWeights,
+    Progress,
+    Quantization,
+    read_layer,
+)
 from exactmoe.config import Limits, Numerics
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
@@ -19,17 +26,21 @@ def load_layer(
     limits: Limits | None = None,
     backend: str = "auto",
     progress: Progress | None = None,
+    quantize: str | Quantization | None = None,
 ) -> MoELayer | DenseMLP:
     """Loads one layer of a checkpoint; only its tensors are read.
 
     Args:
         path: folder with config.json and safetensors files.
-        layer: index of the layer.
+        layer: index of the layer. The multi-token prediction layers that the checkpoint has come
+            after the last layer.
         cards: device names; a dense layer lives on the first.
         numerics: None: the family's class (glm5_next a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
         backend: "auto", "cpu" or "reference". All give the same bits.
-        progress: called with the bytes of every tensor read.
+        progress: called with the bytes of every read, on the thread that reads.
+        quantize: "nvfp4", "mxfp4" or a Quantization with its rule: BF16 routed experts are
+            quantised one by one while they are read. None: every weight as it is stored.
 
     Returns:
         A MoELayer, or a DenseMLP where the model has a dense layer.
@@ -41,8 +52,9 @@ def load_layer(
     """
     if isinstance(cards, str) or not cards:
         raise ConfigError(f"cards is {cards!r}; allowed: a non-empty sequence of device names")
+    quantization = None if quantize is None else Quantization.of(quantize)
     checkpoint = Checkpoint(path, numerics)
-    weights = read_layer(checkpoint, layer, progress)
+    weights = read_layer(checkpoint, layer, progress, quantization)
     output = checkpoint.family.numerics.output
     if isinstance(weights, DenseWeights):
         return _dense(weights, limits, backend, output).to(cards[0])

@@ -259,8 +259,8 @@ def test_kinds(tmp_path: Path, rng: torch.Generator) -> None:
         read_moe(checkpoint, 0)
     with pytest.raises(ConfigError, match="layer 1 is moe; asked for: dense"):
         read_dense(checkpoint, 1)
-    with pytest.raises(ConfigError, match="layer is 2; allowed: 0 to 1"):
-        read_layer(checkpoint, 2)
+    with pytest.raises(ConfigError, match="layer is 3; allowed: 0 to 2"):
+        read_layer(checkpoint, 3)
 
 
 def test_tensors_outlive_the_files(tmp_path: Path, rng: torch.Generator) -> None:

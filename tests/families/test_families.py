@@ -156,8 +156,11 @@ def test_unknown_model_type_lists_the_known() -> None:
 
 
 def test_layer_out_of_range() -> None:
-    with pytest.raises(ConfigError, match="layer is 2; allowed: 0 to 1"):
-        family_of(glm_config()).layer(2)
+    allowed = r"layer is 3; allowed: 0 to 2 \(multi-token prediction from 2\)"
+    with pytest.raises(ConfigError, match=allowed):
+        family_of(glm_config()).layer(3)
+    with pytest.raises(ConfigError, match="layer is 2; allowed: 0 to 1$"):
+        family_of(glm_config(num_nextn_predict_layers=0)).layer(2)
     with pytest.raises(ConfigError, match="layer is -1"):
         family_of(glm_config()).layer(-1)
 
@@ -194,6 +197,8 @@ def _rule(family: Family, tensor: str) -> str | None:
 
 GLM_RULES = {
     "model.language_model.layers.2.mlp.experts.0.gate_proj.weight": "mtp",
+    "model.language_model.layers.1.mlp.experts.0.gate_proj.input_global_scale": "input_scale",
+    "model.language_model.layers.1.mlp.experts.gate_up_proj_input_scale": "input_scale",
     "model.language_model.layers.1.mlp.experts.0.gate_proj.input_scale": "input_scale",
     "model.language_model.layers.1.mlp.shared_experts.up_proj.input_scale": "input_scale",
     "model.language_model.layers.0.self_attn.k_proj.k_scale": "kv_scale",
@@ -249,3 +254,39 @@ def test_mtp_rule_follows_the_config() -> None:
     assert [_rule(two, tensor.format(i)) for i in (2, 3, 4)] == ["mtp", "mtp", None]
     none = family_of(glm_config(num_nextn_predict_layers=0))
     assert _rule(none, tensor.format(2)) is None
+
+
+def test_glm_mtp_layers() -> None:
+    family = family_of(glm_config(num_nextn_predict_layers=2))
+    assert family.num_layers == 2
+    names = [spec.names.block for spec in family.mtp_layers]
+    assert names == [f"model.language_model.layers.{i}.mlp" for i in (2, 3)]
+    spec = family.layer(3)
+    assert (spec.layer, spec.kind, spec.is_mtp, spec.routing) == (3, "moe", True, "score")
+    assert spec.moe == family.layer(1).moe and not family.layer(1).is_mtp
+
+
+def test_deepseek_mtp_layers() -> None:
+    names = ["layers.0.attn.wo_a.weight", "mtp.0.ffn.gate.weight", "mtp.1.ffn.gate.weight"]
+    family = family_of(deepseek_config(), names)
+    assert [spec.names.block for spec in family.mtp_layers] == ["mtp.0.ffn", "mtp.1.ffn"]
+    spec = family.layer(3)
+    assert (spec.layer, spec.is_mtp, spec.routing) == (3, True, "score")
+    assert (spec.names.router_bias, spec.names.router_table) == ("mtp.1.ffn.gate.bias", None)
+    assert len(family_of(deepseek_config()).mtp_layers) == 1
+    assert family_of(deepseek_config(), names[:1]).mtp_layers == ()
+
+
+def test_a_load_of_an_mtp_layer_is_not_ignored() -> None:
+    for config, tensor in (
+        (glm_config(), "model.language_model.layers.2.mlp.experts.0.up_proj.weight"),
+        (deepseek_config(), "mtp.0.ffn.experts.0.w1.weight"),
+    ):
+        family = family_of(config)
+        mtp = family.layer(2)
+        assert _rule(family, tensor) == "mtp"
+        assert family.ignored_by(tensor, family.layer(1)) is not None
+        assert family.ignored_by(tensor, mtp) is None
+        scale = tensor.replace(".weight", ".input_scale")
+        rule = family.ignored_by(scale, mtp)
+        assert rule is not None and rule.name == "input_scale"

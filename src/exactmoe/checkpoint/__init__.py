@@ -3,7 +3,9 @@
 from exactmoe.checkpoint.audit import LoadReport, audit
 from exactmoe.checkpoint.index import Checkpoint, TensorInfo
 from exactmoe.checkpoint.load import DenseWeights, MoEWeights, read_dense, read_layer, read_moe
-from exactmoe.checkpoint.plan import LayerPlan, plan_layer
+from exactmoe.checkpoint.plan import LayerPlan, WeightPlan
+from exactmoe.checkpoint.planner import plan_layer
+from exactmoe.checkpoint.quantize import Quantization
 from exactmoe.checkpoint.reader import Progress, Reader
 
 __all__ = [
@@ -13,8 +15,10 @@ __all__ = [
     "LoadReport",
     "MoEWeights",
     "Progress",
+    "Quantization",
     "Reader",
     "TensorInfo",
+    "WeightPlan",
     "audit",
     "plan_layer",
     "read_dense",

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from exactmoe.checkpoint.index import Checkpoint, TensorInfo
-from exactmoe.checkpoint.plan import Finding, LayerPlan, plan_layer, unexpected
-from exactmoe.errors import CheckpointError
+from exactmoe.checkpoint.plan import Finding, LayerPlan
+from exactmoe.checkpoint.planner import plan_layer, unexpected
+from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.families import IgnoreRule
 
 SHOWN_ERRORS = 20
@@ -55,10 +56,14 @@ class LoadReport:
     notes: tuple[str, ...]
 
     def require_clean(self) -> None:
-        """Raises CheckpointError that lists the errors."""
+        """Raises an error that lists the errors: Unsupported where all of them are layouts that
+        are not run here, else CheckpointError.
+        """
         if self.errors:
             lines = _first([finding.message for finding in self.errors], SHOWN_ERRORS)
-            raise CheckpointError("\n".join([f"{self.path}: {len(self.errors)} errors", *lines]))
+            known = all(finding.unsupported for finding in self.errors)
+            error = Unsupported if known else CheckpointError
+            raise error("\n".join([f"{self.path}: {len(self.errors)} errors", *lines]))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: totals, bytes and tensors per part and per rule, and every error."""

@@ -6,7 +6,9 @@ import torch
 
 from exactmoe.bank import ExpertBank, Router
 from exactmoe.checkpoint.index import Checkpoint
-from exactmoe.checkpoint.plan import LayerPlan, plan_layer
+from exactmoe.checkpoint.plan import LayerPlan
+from exactmoe.checkpoint.planner import plan_layer
+from exactmoe.checkpoint.quantize import Quantization, read_quantized, require_bf16_experts
 from exactmoe.checkpoint.reader import Progress, Reader
 from exactmoe.config import MoEConfig
 from exactmoe.errors import CheckpointError, ConfigError
@@ -39,30 +41,35 @@ class MoEWeights:
 
 
 def read_layer(
-    checkpoint: Checkpoint, layer: int, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    layer: int,
+    progress: Progress | None = None,
+    quantization: Quantization | None = None,
 ) -> MoEWeights | DenseWeights:
     """Reads one layer, whatever its kind.
 
     Args:
         checkpoint: the folder, opened.
-        layer: index of the layer.
-        progress: called with the bytes of every tensor read.
+        layer: index of the layer; those after the last one are multi-token prediction layers.
+        progress: called with the bytes of every read, on the thread that reads.
+        quantization: how BF16 routed experts are quantised; None: as they are stored.
 
     Raises:
         CheckpointError: a tensor of the block is missing, malformed or unexpected, or a value in it
             is refused; the message names file and tensor.
         Unsupported: legal values that cannot be run, named alike.
-        ConfigError: the model has no such layer.
+        ConfigError: the model has no such layer, or its experts are no BF16 to quantise.
     """
     plan = plan_layer(checkpoint, layer)
     plan.require_complete()
+    if quantization is not None:
+        require_bf16_experts(plan, quantization)
     with Reader(checkpoint, progress) as reader:
         if plan.spec.moe is None:
             return _dense(reader, plan)
-        weights = {name: reader.weight(weight) for name, weight in plan.experts.items()}
         return MoEWeights(
             config=plan.spec.moe,
-            bank=ExpertBank(**weights),
+            bank=_bank(reader, plan, quantization),
             router=_router(reader, plan),
             shared=_dense(reader, plan),
         )
@@ -90,6 +97,13 @@ def _require_kind(checkpoint: Checkpoint, layer: int, kind: str) -> None:
     found = checkpoint.family.layer(layer).kind
     if found != kind:
         raise ConfigError(f"layer {layer} is {found}; asked for: {kind}")
+
+
+def _bank(reader: Reader, plan: LayerPlan, quantization: Quantization | None) -> ExpertBank:
+    if quantization is None:
+        return ExpertBank(**{name: reader.weight(w) for name, w in plan.experts.items()})
+    weights = {name: read_quantized(reader, w, quantization) for name, w in plan.experts.items()}
+    return ExpertBank(**weights)
 
 
 def _dense(reader: Reader, plan: LayerPlan) -> DenseWeights:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from exactmoe.checkpoint.dialects import Part
 from exactmoe.checkpoint.index import Checkpoint, TensorInfo
-from exactmoe.checkpoint.plan import WeightPlan
+from exactmoe.checkpoint.plan import Source, Stored, WeightPlan
+from exactmoe.checkpoint.values import converted
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.formats import PackedWeight
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
+# Mapped pages count as ours until a file is closed: after so many bytes the files are opened anew.
+MAPPED_BYTES = 2**28
 
 Progress = Callable[[int], None]
 
@@ -26,7 +29,7 @@ class Reader:
 
     Args:
         checkpoint: what to read from.
-        progress: called with the bytes of every tensor read.
+        progress: called with the bytes of every read.
     """
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
@@ -34,6 +37,7 @@ class Reader:
         self._progress = progress
         self._files: dict[str, safe_open] = {}
         self._stack = ExitStack()
+        self._mapped_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -44,24 +48,25 @@ class Reader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stack.close()
-        self._files.clear()
+        self._close()
 
-    def copy(self, info: TensorInfo, out: Tensor) -> None:
-        """Copies one tensor into `out`, of as many values; into uint8 go its bytes as they are."""
-        stored = self._mapped(info)
-        if out.dtype == torch.uint8:
-            stored = stored.view(torch.uint8)
-        if stored.dtype != out.dtype:
-            raise CheckpointError(f"{info} reads as {stored.dtype}; the plan asks for {out.dtype}")
-        out.copy_(stored.reshape(out.shape))
+    def copy(self, stored: Stored, out: Tensor) -> None:
+        """Copies what an expert takes of a tensor into `out`, of as many values, exactly."""
+        if self._mapped_bytes >= MAPPED_BYTES:
+            self._close()
+        values = self._mapped(stored.info)[stored.index]
+        self._mapped_bytes += values.nbytes
+        try:
+            out.copy_(converted(values, out.dtype).reshape(out.shape))
+        except CheckpointError as error:
+            raise CheckpointError(f"{stored}: {error}") from error
         if self._progress is not None:
-            self._progress(info.nbytes)
+            self._progress(values.nbytes)
 
     def tensor(self, info: TensorInfo) -> Tensor:
         """One tensor of dtype BF16, F32 or I64, in memory of its own."""
         out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        self.copy(info, out)
+        self.copy(Stored(info), out)
         return out
 
     def weight(self, plan: WeightPlan) -> PackedWeight:
@@ -78,7 +83,7 @@ class Reader:
             shape = (experts, *part.shape(plan.rows, plan.columns))
             stacked = fields[part.field] = torch.empty(shape, dtype=part.stored)
             for source, out in zip(plan.sources, stacked, strict=True):
-                self.copy(source.tensors[part], out)
+                self.copy(source.parts[part], out)
         dialect = plan.dialect
         try:
             return PackedWeight(dialect.format, **fields, global_scale_op=dialect.global_scale_op)
@@ -97,12 +102,16 @@ class Reader:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {info.name} cannot be read: {error}") from error
 
+    def _close(self) -> None:
+        self._files.clear()
+        self._stack.close()
+        self._mapped_bytes = 0
 
-def _place(plan: WeightPlan, message: str) -> str:
+
+def _place(plan: WeightPlan, message: str) -> Stored:
     """File and tensor that a refusal of PackedWeight is about; its message names the expert."""
     expert = re.search(r"\bexpert (\d+)", message)
-    source = plan.sources[int(expert[1]) if expert else 0]
+    source: Source = plan.sources[int(expert[1]) if expert else 0]
     field = "global_scale" if message.startswith("global scale") else "scales"
     parts: list[Part] = [part for part in source.dialect.parts if part.field == field]
-    info = source.tensors[parts[0] if parts else source.dialect.parts[0]]
-    return f"{info.file}: {info.name}"
+    return source.parts[parts[0] if parts else source.dialect.parts[0]]

@@ -3,14 +3,17 @@
 Geometry: transformers, models/deepseek_v4/configuration_deepseek_v4.py. Tensor names: the published
 checkpoints ("layers.3.ffn..."); save_pretrained writes the same names after "model.", and other
 names for embedding and head. w1 is gate, w3 up, w2 down (transformers, conversion_mapping.py).
+The MTP blocks "mtp.0...", "mtp.1..." count as layers after the last one, routed by score.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from exactmoe.config import MoEConfig, Numerics, RouterConfig
 from exactmoe.families.fields import Fields
-from exactmoe.families.spec import Family, IgnoreRule, LayerSpec, TensorNames
+from exactmoe.families.spec import MTP_RULE, Family, IgnoreRule, LayerSpec, TensorNames
 
 MODEL_TYPES = ("deepseek_v4",)
 # Before "layers.": the published checkpoints, and what save_pretrained writes.
@@ -22,11 +25,21 @@ _ROUTING = {"hash_moe": "hash", "moe": "score"}
 _SCORES = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid"}
 
 
-def family(config: Mapping[str, Any], prefix: str, numerics: Numerics) -> Family:
+def family(
+    config: Mapping[str, Any],
+    prefix: str,
+    numerics: Numerics,
+    tensor_names: Collection[str] | None = None,
+) -> Family:
     """The family of a config dict."""
     fields = Fields(config, config["model_type"])
     _refuse(fields, numerics)
     kinds = _layer_kinds(fields, fields.integer("num_hidden_layers"))
+    num_mtp = _num_mtp_layers(fields, prefix, tensor_names)
+    mtp = [
+        _layer(fields, len(kinds) + block, "score", f"{prefix}mtp.{block}.ffn", numerics)
+        for block in range(num_mtp)
+    ]
     return Family(
         model_type=config["model_type"],
         numerics=numerics,
@@ -35,7 +48,17 @@ def family(config: Mapping[str, Any], prefix: str, numerics: Numerics) -> Family
             for layer, kind in enumerate(kinds)
         ),
         ignore=IGNORE_RULES,
+        mtp_layers=tuple(replace(spec, is_mtp=True) for spec in mtp),
     )
+
+
+def _num_mtp_layers(fields: Fields, prefix: str, tensor_names: Collection[str] | None) -> int:
+    """Those that the checkpoint has: drafters of several blocks come under configs that say 1."""
+    if tensor_names is None:
+        name = "num_nextn_predict_layers"
+        return fields.integer(name, low=0) if name in fields else 1
+    pattern = re.compile(re.escape(prefix) + r"mtp\.(\d+)\.ffn\.")
+    return max((int(m[1]) + 1 for name in tensor_names if (m := pattern.match(name))), default=0)
 
 
 def _refuse(fields: Fields, numerics: Numerics) -> None:
@@ -93,18 +116,18 @@ def _layer(fields: Fields, layer: int, routing: str, block: str, numerics: Numer
 
 
 _TEXT = r"(?:model\.)?"
-_LAYER = _TEXT + r"layers\.\d+\."
+_LAYER = _TEXT + r"(?:layers|mtp)\.\d+\."
 
 IGNORE_RULES = (
     IgnoreRule(
-        "mtp",
+        MTP_RULE,
         "multi-token prediction block: transformers builds none",
         _TEXT + r"mtp\.\d+\..+",
     ),
     IgnoreRule(
         "input_scale",
         "static activation scale: a16 quantises no activations, a8 computes its own scales",
-        _LAYER + r"ffn\..+\.input_scale",
+        _LAYER + r"ffn\..+[._]input_(?:global_)?scale",
     ),
     IgnoreRule(
         "kv_scale",

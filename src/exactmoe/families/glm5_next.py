@@ -1,16 +1,17 @@
 """GLM-5-Next (GLM-5.3-Flash): dense layers, then MoE layers with a sigmoid router and class `a16`.
 
 Geometry: transformers, models/glm5_next/configuration_glm5_next.py. Tensor names: the published
-checkpoints, which are also what save_pretrained writes. The MTP block is one more layer after the
-last one, and transformers never builds it (`_keys_to_ignore_on_load_unexpected`).
+checkpoints, which are also what save_pretrained writes. The MTP block is one more MoE layer after
+the last one, and transformers never builds it (`_keys_to_ignore_on_load_unexpected`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from exactmoe.config import MoEConfig, Numerics, RouterConfig
 from exactmoe.families.fields import Fields
-from exactmoe.families.spec import Family, IgnoreRule, LayerSpec, TensorNames
+from exactmoe.families.spec import MTP_RULE, Family, IgnoreRule, LayerSpec, TensorNames
 
 # The text model alone has its own type, and the flat config of text-only checkpoints the first.
 MODEL_TYPES = ("glm5_next", "glm5_next_text")
@@ -22,21 +23,30 @@ _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _KINDS = ("dense", "sparse")
 
 
-def family(config: Mapping[str, Any], prefix: str, numerics: Numerics) -> Family:
+def family(
+    config: Mapping[str, Any],
+    prefix: str,
+    numerics: Numerics,
+    tensor_names: Collection[str] | None = None,
+) -> Family:
     """The family of a config dict (with or without a nested text_config)."""
     text = config.get("text_config") or config
     fields = Fields(text, config["model_type"])
     num_layers = fields.integer("num_hidden_layers")
     _refuse(fields, numerics)
     kinds = _layer_kinds(fields, num_layers)
+    mtp_layers = range(num_layers, num_layers + _num_mtp_layers(fields))
+
+    def spec(layer: int, kind: str) -> LayerSpec:
+        return _layer(fields, layer, kind, f"{prefix}layers.{layer}.mlp", numerics)
+
+    mtp_specs = [replace(spec(layer, "sparse"), is_mtp=True) for layer in mtp_layers]
     return Family(
         model_type=config["model_type"],
         numerics=numerics,
-        layers=tuple(
-            _layer(fields, layer, kind, f"{prefix}layers.{layer}.mlp", numerics)
-            for layer, kind in enumerate(kinds)
-        ),
-        ignore=_ignore_rules(num_layers, _num_mtp_layers(fields)),
+        layers=tuple(spec(layer, kind) for layer, kind in enumerate(kinds)),
+        ignore=_ignore_rules(mtp_layers),
+        mtp_layers=tuple(mtp for mtp in mtp_specs if mtp.is_in(tensor_names)),
     )
 
 
@@ -102,15 +112,14 @@ def _layer(fields: Fields, layer: int, kind: str, block: str, numerics: Numerics
     )
 
 
-def _ignore_rules(num_layers: int, num_mtp_layers: int) -> tuple[IgnoreRule, ...]:
+def _ignore_rules(mtp_layers: Collection[int]) -> tuple[IgnoreRule, ...]:
     text = r"(?:model\.)?(?:language_model\.)?"
     layer = text + r"layers\.\d+\."
-    mtp_layers = [str(num_layers + i) for i in range(num_mtp_layers)]
     mtp = [
         IgnoreRule(
-            "mtp",
+            MTP_RULE,
             "multi-token prediction layer after the last layer: transformers builds none",
-            text + rf"layers\.(?:{'|'.join(mtp_layers)})\..+",
+            text + rf"layers\.(?:{'|'.join(map(str, mtp_layers))})\..+",
         )
     ]
     return (
@@ -118,7 +127,7 @@ def _ignore_rules(num_layers: int, num_mtp_layers: int) -> tuple[IgnoreRule, ...
         IgnoreRule(
             "input_scale",
             "static activation scale: a16 quantises no activations, a8 computes its own scales",
-            layer + r"mlp\..+\.input_scale",
+            layer + r"mlp\..+[._]input_(?:global_)?scale",
         ),
         IgnoreRule(
             "kv_scale",

@@ -1,7 +1,7 @@
 """What a family says about a model: one LayerSpec per layer, and which tensors are nobody's MLP."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +9,11 @@ from exactmoe.config import MoEConfig, Numerics, RouterConfig
 from exactmoe.errors import ConfigError
 
 PROJECTIONS = ("gate", "up", "down")
+# Word of a tensor that holds all experts of a layer -> the projections in it, in order.
+STACKED_PROJECTIONS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+# Name of the rule that ignores multi-token prediction layers.
+MTP_RULE = "mtp"
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,18 @@ class TensorNames:
     router_bias: str | None = None
     router_table: str | None = None
 
+    @property
+    def experts(self) -> str:
+        """The routed experts of the block."""
+        return f"{self.block}.experts"
+
     def expert(self, expert: int, projection: str) -> str:
         """One projection of one routed expert."""
-        return f"{self.block}.experts.{expert}.{self.projections[projection]}"
+        return f"{self.experts}.{expert}.{self.projections[projection]}"
+
+    def stacked(self, word: str) -> str:
+        """All experts' projections in one tensor; `word` is a key of STACKED_PROJECTIONS."""
+        return f"{self.experts}.{word}"
 
     def shared(self, projection: str) -> str:
         """One projection of the shared expert."""
@@ -60,6 +74,7 @@ class LayerSpec:
         routing: "score" (top-k of the scores), "hash" (ids from a table by token id); None: dense.
         shared_size: I of the shared expert; None in a dense layer.
         vocab_size: V, rows of a hash table.
+        is_mtp: a multi-token prediction layer, counted after the last layer.
     """
 
     layer: int
@@ -73,6 +88,12 @@ class LayerSpec:
     routing: str | None = None
     shared_size: int | None = None
     vocab_size: int | None = None
+    is_mtp: bool = False
+
+    def is_in(self, tensor_names: Collection[str] | None) -> bool:
+        """Whether a checkpoint has a tensor of this block; None: any may be there."""
+        block = f"{self.names.block}."
+        return tensor_names is None or any(name.startswith(block) for name in tensor_names)
 
 
 @dataclass(frozen=True)
@@ -107,23 +128,35 @@ class Family:
         numerics: of every layer.
         layers: one spec per layer, in order.
         ignore: rules, the first match counts.
+        mtp_layers: specs of the multi-token prediction layers, indices from `num_layers`. A model
+            is loaded without them.
     """
 
     model_type: str
     numerics: Numerics
     layers: tuple[LayerSpec, ...]
     ignore: tuple[IgnoreRule, ...]
+    mtp_layers: tuple[LayerSpec, ...] = ()
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model, without multi-token prediction."""
         return len(self.layers)
 
     def layer(self, index: int) -> LayerSpec:
-        """The spec of one layer; ConfigError when the model has no such layer."""
-        if not 0 <= index < self.num_layers:
-            raise ConfigError(f"layer is {index!r}; allowed: 0 to {self.num_layers - 1}")
-        return self.layers[index]
+        """The spec of one layer, multi-token prediction layers after the last one; ConfigError
+        when the model has no such layer.
+        """
+        layers = (*self.layers, *self.mtp_layers)
+        if not 0 <= index < len(layers):
+            mtp = f" (multi-token prediction from {self.num_layers})" if self.mtp_layers else ""
+            raise ConfigError(f"layer is {index!r}; allowed: 0 to {len(layers) - 1}{mtp}")
+        return layers[index]
 
-    def ignored_by(self, tensor: str) -> IgnoreRule | None:
-        """The first rule that covers the tensor of this name."""
-        return next((rule for rule in self.ignore if rule.matches(tensor)), None)
+    def ignored_by(self, tensor: str, spec: LayerSpec | None = None) -> IgnoreRule | None:
+        """The first rule that covers the tensor of this name. For a load of the multi-token
+        prediction layer `spec` the rule that leaves such layers alone does not count.
+        """
+        is_mtp = spec is not None and spec.is_mtp
+        rules = (rule for rule in self.ignore if not (is_mtp and rule.name == MTP_RULE))
+        return next((rule for rule in rules if rule.matches(tensor)), None)

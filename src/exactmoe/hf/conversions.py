@@ -2,8 +2,8 @@
 
 transformers merges `experts.*.gate_proj.weight` and `experts.*.up_proj.weight` into
 `experts.gate_up_proj`. The same merge, written beside it, takes their block scales to
-`gate_up_proj_scale` and their global scales to `gate_up_proj_scale_2` [E, 2]: gate and up keep
-their own.
+`gate_up_proj_scale` and their global scales to `gate_up_proj_scale_2` [E, 2], or, where they are
+divisors, to `gate_up_proj_global_scale` [E, 2]: gate and up keep their own.
 """
 
 from typing import Any
@@ -13,20 +13,23 @@ from torch import Tensor
 
 from exactmoe.hf.adapter import ConversionOps, converter_names, converter_of, copy_converter
 
-SCALE, GLOBAL_SCALE = "_scale", "_scale_2"
+SCALE, GLOBAL_SCALE, DIVISOR = "_scale", "_scale_2", "_global_scale"
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-# Tensor beside `<projection>.weight` -> suffix of the parameter that takes it. ModelOpt has
-# weight_scale and weight_scale_2, native DeepSeek-V4 has scale. The longest name first:
-# transformers 5.17 ends no pattern at a name's border.
+# Tensor beside `<projection>.weight`, or in its place -> suffix of the parameter that takes it.
+# ModelOpt has weight_scale and weight_scale_2, compressed-tensors weight_packed, weight_scale and
+# weight_global_scale, native DeepSeek-V4 scale. The longest name first: transformers 5.17 ends no
+# pattern at a name's border.
 _BESIDE_WEIGHT = (
     ("weight_scale_2", GLOBAL_SCALE),
+    ("weight_global_scale", DIVISOR),
+    ("weight_packed", ""),
     ("weight_scale", SCALE),
     ("scale", SCALE),
 )
 
 
 class StackBlocks(ConversionOps):
-    """Block scales [N, K'] of each expert and projection -> [E, sum of N, K']."""
+    """Codes or block scales [N, K'] of each expert and projection -> [E, sum of N, K']."""
 
     @torch.no_grad()
     def convert(
@@ -74,7 +77,7 @@ class Single(ConversionOps):
 
 
 def scale_converters(conversions: list[Any]) -> list[Any]:
-    """Converters for the scales beside the weights that `conversions` merge. They go first."""
+    """Converters for scales and codes of the weights that `conversions` merge. They go first."""
     added = []
     for beside, suffix in _BESIDE_WEIGHT:
         for converter in conversions:
@@ -82,10 +85,15 @@ def scale_converters(conversions: list[Any]) -> list[Any]:
             if not targets or not targets[0].endswith(_EXPERTS):
                 continue
             names = [source.removesuffix("weight") + beside for source in sources]
-            operation = StackScalars() if suffix == GLOBAL_SCALE else StackBlocks()
+            operation = StackScalars() if suffix in (GLOBAL_SCALE, DIVISOR) else StackBlocks()
             added.append(copy_converter(converter, names, targets[0] + suffix, [operation]))
     for name in ("gate_proj", "up_proj", "down_proj"):
-        global_scale, native = f"{name}.weight_scale_2", f"shared_experts.{name}"
-        added.append(converter_of([global_scale], global_scale, [Single()]))
-        added.append(converter_of([f"{native}.scale"], f"{native}.weight_scale", [Single()]))
+        native = f"shared_experts.{name}"
+        for source, target in (
+            (f"{name}.weight_scale_2", f"{name}.weight_scale_2"),
+            (f"{name}.weight_global_scale", f"{name}.weight_global_scale"),
+            (f"{name}.weight_packed", f"{name}.weight"),
+            (f"{native}.scale", f"{native}.weight_scale"),
+        ):
+            added.append(converter_of([source], target, [Single()]))
     return added

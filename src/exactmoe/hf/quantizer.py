@@ -4,6 +4,7 @@ Only parameters change, on the meta device, before anything is loaded: module cl
 names stay, so transformers' own loading, device placement and parallel plans keep working.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,29 @@ from exactmoe.hf.adapter import (
     register_quantization_config,
     register_quantizer,
 )
-from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE, scale_converters
+from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE, scale_converters
 
 NAME = "exactmoe"
-_CODES = {"nvfp4": torch.uint8, "mxfp4": torch.int8}
-_SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Parameters of a stored form: format, dtypes of codes and block scales, global scale."""
+
+    format: str
+    codes: torch.dtype
+    scales: torch.dtype
+    global_scale: str | None = None
+
+
+# transformers casts what it reads to the parameter's dtype, by value: so bytes need a dtype of
+# their own.
+_FORMS = {
+    "nvfp4": _Form("nvfp4", torch.uint8, torch.float8_e4m3fn, GLOBAL_SCALE),
+    "nvfp4-divide": _Form("nvfp4", torch.uint8, torch.float8_e4m3fn, DIVISOR),
+    "mxfp4": _Form("mxfp4", torch.int8, torch.float8_e8m0fnu),
+    "mxfp4-bytes": _Form("mxfp4", torch.int8, torch.uint8),
+}
 
 
 @register_quantization_config(NAME)
@@ -31,7 +50,8 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Attributes:
         stored: name of a parameter below the decoder's layers ("3.mlp.experts.down_proj",
-            "0.mlp.gate_proj.weight", "3.mlp.gate.weight") -> "nvfp4", "mxfp4", or "f32" (the weight
+            "0.mlp.gate_proj.weight", "3.mlp.gate.weight") -> "nvfp4", "nvfp4-divide" (the global
+            scale is a divisor), "mxfp4", "mxfp4-bytes" (scales stored as U8), or "f32" (the weight
             of a router that is kept in float32).
         ignored: patterns of tensor names that nobody loads, by a named rule of the family.
     """
@@ -92,12 +112,13 @@ def _declare(module: nn.Module, name: str, stored: str) -> None:
         _register(module, name, shape, torch.float32)
         return
     *lead, columns = shape
-    _register(module, name, (*lead, columns // 2), _CODES[stored])
-    _register(module, name + SCALE, (*lead, columns // BLOCK[stored]), _SCALES[stored])
-    if stored == "nvfp4":
+    form = _FORMS[stored]
+    _register(module, name, (*lead, columns // 2), form.codes)
+    _register(module, name + SCALE, (*lead, columns // BLOCK[form.format]), form.scales)
+    if form.global_scale is not None:
         # A linear layer has one global scale; an experts module one per expert and projection.
         projections = (lead[0], 2 if name == "gate_up_proj" else 1) if len(lead) == 2 else ()
-        _register(module, name + GLOBAL_SCALE, projections, torch.float32)
+        _register(module, name + form.global_scale, projections, torch.float32)
 
 
 def _register(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Our layers over the parameters of transformers' modules: views of them, never a second copy.
 
 The stored form is read from the parameters themselves: bfloat16; uint8 codes with E4M3 block scales
-and a global scale (NVFP4); int8 codes with E8M0 block scales (MXFP4).
+and a global scale or divisor (NVFP4); int8 codes with E8M0 block scales or their bytes (MXFP4).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +15,11 @@ from exactmoe.config import Limits, RouterConfig
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
-from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
+from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE
 
 # transformers' own FP8Experts names its scales so.
 _SCALE_INV = "_scale_inv"
+_MXFP4_SCALES = (torch.float8_e8m0fnu, torch.uint8)
 
 
 class LayerCache:
@@ -71,25 +72,30 @@ def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> Pack
     if scales is None:
         return PackedWeight("bf16", codes)
     codes, blocks = codes.view(torch.uint8), scales[:, rows].view(torch.uint8)
-    if scales.dtype == torch.float8_e8m0fnu:
+    if scales.dtype in _MXFP4_SCALES:
         return PackedWeight("mxfp4", codes, blocks)
+    suffix, op = _global_scale(experts, name)
     # E floats, copied: a column of [E, 2] is not contiguous.
-    return PackedWeight(
-        "nvfp4", codes, blocks, _tensor(experts, name + GLOBAL_SCALE)[:, projection].clone()
-    )
+    global_scale = _tensor(experts, name + suffix)[:, projection].clone()
+    return PackedWeight("nvfp4", codes, blocks, global_scale, op)
 
 
 def _scales(module: nn.Module, name: str) -> Tensor | None:
     for suffix in (SCALE, _SCALE_INV):
         if hasattr(module, name + suffix):
             scales = _tensor(module, name + suffix)
-            if scales.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
+            if scales.dtype not in (torch.float8_e4m3fn, *_MXFP4_SCALES):
                 raise Unsupported(
                     f"{name + suffix} is {scales.dtype}; "
-                    "allowed: float8_e8m0fnu (MXFP4), float8_e4m3fn (NVFP4)"
+                    "allowed: float8_e8m0fnu or uint8 (MXFP4), float8_e4m3fn (NVFP4)"
                 )
             return scales
     return None
+
+
+def _global_scale(module: nn.Module, name: str) -> tuple[str, str]:
+    """Suffix of the parameter with the global scales, and what is done with them."""
+    return (DIVISOR, "divide") if hasattr(module, name + DIVISOR) else (GLOBAL_SCALE, "multiply")
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
@@ -122,6 +128,8 @@ def _linear(linear: nn.Module) -> Tensor | PackedWeight:
     if scales is None:
         return weight
     codes, blocks = weight.view(torch.uint8)[None], scales.view(torch.uint8)[None]
-    if scales.dtype == torch.float8_e8m0fnu:
+    if scales.dtype in _MXFP4_SCALES:
         return PackedWeight("mxfp4", codes, blocks)
-    return PackedWeight("nvfp4", codes, blocks, _tensor(linear, "weight" + GLOBAL_SCALE).reshape(1))
+    suffix, op = _global_scale(linear, "weight")
+    global_scale = _tensor(linear, "weight" + suffix).reshape(1)
+    return PackedWeight("nvfp4", codes, blocks, global_scale, op)

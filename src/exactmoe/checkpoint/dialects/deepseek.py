@@ -5,13 +5,13 @@ value = e2m1 x 2^(byte - 127), no global scale. The low nibble is the even colum
 
 import torch
 
-from exactmoe.checkpoint.dialects.dialect import Dialect, Part
+from exactmoe.checkpoint.dialects.dialect import E8M0_DTYPES, Dialect, Part
 
 DEEPSEEK_MXFP4 = Dialect(
     name="DeepSeek MXFP4",
     format="mxfp4",
     parts=(
-        Part("codes", "weight", "I8", 2, torch.uint8),
-        Part("scales", "scale", "F8_E8M0", 32, torch.uint8),
+        Part("codes", ".weight", ("I8",), 2, torch.uint8),
+        Part("scales", ".scale", E8M0_DTYPES, 32, torch.uint8),
     ),
 )

@@ -1,0 +1,149 @@
+"""load_model with every layout of checkpoint/: the blocks have the bits of load_layer."""
+
+import re
+
+import pytest
+import torch
+
+from exactmoe import load_layer
+from exactmoe.checkpoint import Checkpoint, audit
+from exactmoe.errors import Unsupported
+from exactmoe.formats import quantize
+from exactmoe.hf import blocks, load_model
+
+MLP = r"layers.*\.(mlp|ffn)\..*((gate|up|down)_proj|w[123])\.weight$"
+WORDS = {"glm5_next": ("gate_proj", "up_proj", "down_proj"), "deepseek_v4": ("w1", "w3", "w2")}
+
+
+def every_mlp(name):
+    return re.search(MLP, name) is not None
+
+
+def compressed(tensors):
+    """ModelOpt's tensors as compressed-tensors has them: codes and divisors under other names."""
+    for name in [name for name in tensors if name.endswith(".weight_scale_2")]:
+        base = name.removesuffix(".weight_scale_2")
+        tensors[f"{base}.weight_packed"] = tensors.pop(f"{base}.weight")
+        tensors[f"{base}.weight_global_scale"] = (1 / tensors.pop(name)).reshape(1)
+        tensors[f"{base}.input_global_scale"] = tensors.pop(f"{base}.input_scale").reshape(1)
+
+
+def hybrid(tensors):
+    """NVIDIA's DeepSeek-V4: NVFP4 under DeepSeek's names, no `.scale` left."""
+    for name in [name for name in tensors if name.endswith(".scale")]:
+        base = name.removesuffix(".scale")
+        del tensors[name]
+        codes = tensors[f"{base}.weight"].view(torch.uint8)
+        tensors[f"{base}.weight"] = codes
+        packed = quantize(torch.randn(1, codes.shape[0], codes.shape[1] * 2) * 0.1, "nvfp4")
+        tensors[f"{base}.weight_scale"] = packed.scales[0].view(torch.float8_e4m3fn)
+        tensors[f"{base}.weight_scale_2"] = packed.global_scale[0].clone()
+        tensors[f"{base}.input_scale"] = torch.tensor(0.5)
+
+
+def scales_as(dtype):
+    def change(tensors):
+        for name in [n for n, t in tensors.items() if t.dtype == torch.float8_e8m0fnu]:
+            codes = tensors[name].view(torch.uint8)
+            powers = torch.pow(2.0, codes.double() - 127).float()
+            tensors[name] = powers if dtype == torch.float32 else codes
+
+    return change
+
+
+def stacked(family):
+    """All experts of a layer in one tensor, gate first."""
+    gate, up, down = WORDS[family]
+
+    def change(tensors):
+        blocks = {n.partition(".experts.")[0] for n in tensors if re.search(r"\.experts\.\d+\.", n)}
+        for block in sorted(blocks):
+            for word, projections in (("gate_up_proj", (gate, up)), ("down_proj", (down,))):
+                for leaf, suffix in (
+                    ("weight", ""),
+                    ("weight_scale", "_scale"),
+                    ("scale", "_scale"),
+                    ("weight_scale_2", "_scale_2"),
+                    ("input_scale", "_input_scale"),
+                ):
+                    names = [
+                        [f"{block}.experts.{e}.{name}.{leaf}" for name in projections]
+                        for e in range(8)
+                    ]
+                    if names[0][0] not in tensors:
+                        continue
+                    dtype = tensors[names[0][0]].dtype
+                    rows = [[as_bytes(tensors.pop(name)) for name in row] for row in names]
+                    joined = torch.stack([torch.cat(row) for row in rows]).view(dtype)
+                    tensors[f"{block}.experts.{word}{suffix}"] = joined
+
+    return change
+
+
+def as_bytes(tensor):
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return raw.reshape(1) if raw.ndim == 0 else raw
+
+
+def require_bits_of_load_layer(folder, dialect, rng):
+    audit(Checkpoint(folder)).require_clean()
+    formats = audit(Checkpoint(folder)).formats
+    model = load_model(folder, progress=False)
+    for index, block, layer in blocks(model):
+        assert dialect in str(formats[index]) or not hasattr(block, "experts")
+        x = torch.randn(5, layer.bank.hidden_size, generator=rng).bfloat16()
+        ids = torch.randint(0, 256, (5,), generator=rng)
+        hash_layer = getattr(getattr(layer, "router", None), "table", None) is not None
+        inputs = {"token_ids": ids} if hash_layer else {}
+        found = block(x[None], **({"input_ids": ids[None]} if hash_layer else {}))[0]
+        expected = load_layer(folder, index)(x, **inputs)
+        assert torch.count_nonzero(expected)
+        assert found.view(torch.int16).equal(expected.view(torch.int16))
+    return model
+
+
+@pytest.mark.parametrize("family", ["glm5_next"], indirect=True)
+@pytest.mark.parametrize("packed", ["routed experts", "every part"])
+def test_compressed_tensors(write, family, packed, rng):
+    how = {"packed": every_mlp} if packed == "every part" else {}
+    model = require_bits_of_load_layer(
+        write(change=compressed, **how), "compressed-tensors NVFP4", rng
+    )
+    for _, block, layer in blocks(model):
+        if hasattr(block, "experts"):
+            assert layer.bank.gate.global_scale_op == layer.bank.down.global_scale_op == "divide"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+def test_nvidia_deepseek(write, family, rng):
+    require_bits_of_load_layer(write(change=hybrid), "ModelOpt NVFP4", rng)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+def test_e8m0_scales_as_bytes(write, family, rng):
+    """Field fault A5: transformers would cast byte 120 to 128.0."""
+    folder = write(change=scales_as(torch.uint8), packed=every_mlp)
+    model = require_bits_of_load_layer(folder, "DeepSeek MXFP4", rng)
+    for _, block, _ in blocks(model):
+        assert block.experts.gate_up_proj_scale.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+def test_e8m0_scales_as_float32_are_refused(write, family):
+    with pytest.raises(Unsupported, match="E8M0 scales are F32; allowed in a whole model: all F8"):
+        load_model(write(change=scales_as(torch.float32)), progress=False)
+
+
+def test_stacked(write, family, rng):
+    require_bits_of_load_layer(write(change=stacked(family)), "stacked ", rng)
+
+
+@pytest.mark.parametrize("family", ["glm5_next"], indirect=True)
+def test_one_global_scale_per_stacked_expert_is_refused(write, family):
+    def change(tensors):
+        stacked(family)(tensors)
+        for name in [n for n in tensors if n.endswith("down_proj_scale_2")]:
+            tensors[name] = tensors[name].reshape(-1)
+
+    with pytest.raises(Unsupported, match=r"down_proj_scale_2 \(F32 \[8\]\): allowed in a whole"):
+        load_model(write(change=change), progress=False)

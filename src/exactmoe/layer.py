@@ -81,6 +81,12 @@ class MoELayer(Block):
             raise Unsupported(
                 f"hidden and intermediate size are {sizes}; class a8 needs multiples of {PIECE}"
             )
+        if self.numerics.activation == "a8" and "fp8" in bank.formats:
+            raise Unsupported(
+                f"the experts are {', '.join(bank.formats)} (gate, up, down) and the class is a8; "
+                "FP8 experts run in class a16 only: no order is defined for a block scale of the "
+                "weight beside the scale of a token"
+            )
         if self.router is not None:
             self._check_router(self.router)
         if self.shared is not None and self.shared.hidden_size != config.hidden_size:

@@ -11,6 +11,7 @@ from exactmoe.formats import PackedWeight, apply_global_scale, operand
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.cpu.dot import TOKENS, tile_address
 from exactmoe.kernels.cpu.exact import exact_rows
+from exactmoe.kernels.cpu.project import TILES
 from exactmoe.ops.cpu.down import down
 from exactmoe.ops.cpu.prepare import CpuWeight, prepare
 from exactmoe.reference import dot
@@ -95,7 +96,7 @@ def test_outside_of_the_range_fused_products_would_differ(case, rng):
     weight, x = case(rng)
     prepared = prepare(weight)
     expected = one_token(x, prepared)
-    prepared.layout[5:8] = [tile_address(weight.format, tokens, True) for tokens in TOKENS]
-    prepared.layout[8:11] = prepared.layout[5:8]
+    fused = [tile_address(weight.format, tokens, True) for tokens in TOKENS]
+    prepared.layout[TILES:] = fused * 2
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(one_token(x, prepared), expected)

@@ -7,6 +7,7 @@ import torch
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.scales import power_of_two
+from exactmoe.kernels.cpu.project import TILES
 from exactmoe.ops.cpu.prepare import _powers_of_two, prepare
 from paths import random_weight
 
@@ -18,7 +19,7 @@ def test_nothing_is_copied(rng):
     assert prepared.experts[:, 0].tolist() == [w.data_ptr() for w in weight.codes]
     assert prepared.experts[:, 1].tolist() == [w.data_ptr() for w in weight.scales]
     held = sum(array.nbytes for array in prepared.arrays)
-    assert held <= 3 * 28 + 11 * 8
+    assert held <= 3 * 28 + 12 * 8
 
 
 def test_factors(rng):
@@ -50,9 +51,9 @@ def test_bf16_weights_of_every_size_are_not_fused():
     """A product with a tiny weight may be inexact, and an fma would not round it."""
     values = torch.ones(1, 4, 32).bfloat16()
     fused = prepare(PackedWeight("bf16", values)).layout
-    assert fused[5] != fused[8]
+    assert fused[TILES] != fused[TILES + 3]
     for value in (2.0**-49, 2.0**49, float("inf")):
         values = torch.ones(1, 4, 32).bfloat16()
         values[0, 3, 31] = value
         plain = prepare(PackedWeight("bf16", values)).layout
-        assert plain[5:8].tolist() == plain[8:11].tolist()
+        assert plain[TILES : TILES + 3].tolist() == plain[TILES + 3 :].tolist()

@@ -84,8 +84,12 @@ class ExactModule(nn.Module):
 
 def _detached(weight: PackedWeight) -> PackedWeight:
     """The same memory outside autograd: a model's parameters may require gradients."""
-    codes, global_scale = weight.codes, weight.global_scale
-    if not codes.requires_grad and (global_scale is None or not global_scale.requires_grad):
+    codes, scales, global_scale = weight.codes, weight.scales, weight.global_scale
+    if not any(t is not None and t.requires_grad for t in (codes, scales, global_scale)):
         return weight
-    global_scale = None if global_scale is None else global_scale.detach()
-    return replace(weight, codes=codes.detach(), global_scale=global_scale)
+    return replace(
+        weight,
+        codes=codes.detach(),
+        scales=None if scales is None else scales.detach(),
+        global_scale=None if global_scale is None else global_scale.detach(),
+    )

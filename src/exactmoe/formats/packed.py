@@ -13,9 +13,12 @@ from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats import e2m1
 from exactmoe.formats.scales import E4M3_NAN, E8M0_BIAS, E8M0_NAN, decode_e4m3, power_of_two
 
-# k per block scale; a bf16 row only has to fill the 16 lanes of a dot.
-BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16}
+# k per block scale (fp8: rows too); a bf16 row only has to fill the 16 lanes of a dot.
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16, "fp8": 128}
+# What k is a multiple of: the last block of an fp8 row may be shorter.
+_COLUMNS = {**BLOCK, "fp8": 16}
 MAX_BINADES = 96
+F32_INF_BITS = 0x7F800000
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +26,12 @@ class PackedWeight:
     """One projection (gate, up or down) of E experts: N output rows, K inputs a row.
 
     Attributes:
-        format: "nvfp4", "mxfp4" or "bf16".
-        codes: uint8 [E, N, K // 2]; for "bf16" the weights themselves, bfloat16 [E, N, K].
+        format: "nvfp4", "mxfp4", "bf16" or "fp8".
+        codes: uint8 [E, N, K // 2]; "fp8": E4M3 bytes uint8 [E, N, K]; "bf16": the weights
+            themselves, bfloat16 [E, N, K].
         scales: "nvfp4": E4M3 bytes uint8 [E, N, K // 16]; "mxfp4": E8M0 bytes uint8
-            [E, N, K // 32]; "bf16": None.
+            [E, N, K // 32]; "fp8": float32 [E, ceil(N / 128), ceil(K / 128)], one for each 128 x
+            128 block (where a checkpoint stores E8M0, `decode_e8m0` of it); "bf16": None.
         global_scale: "nvfp4": float32 [E]; else None.
         global_scale_op: "multiply" (ModelOpt) or "divide" (compressed-tensors). Kept as stored: no
             reciprocal is taken.
@@ -34,8 +39,8 @@ class PackedWeight:
     Raises:
         ConfigError: dtypes or shapes that do not belong together, or values that section 2 of the
             contract refuses.
-        Unsupported: K is not a multiple of the block, or the MXFP4 exponents of one expert span
-            more than 96 binades.
+        Unsupported: K is not a multiple of the block (of 16 in "bf16" and "fp8"), or the MXFP4
+            exponents of one expert span more than 96 binades.
     """
 
     format: str
@@ -70,7 +75,7 @@ class PackedWeight:
     @property
     def columns(self) -> int:
         """K, inputs of one expert."""
-        return self.codes.shape[2] * (1 if self.format == "bf16" else 2)
+        return self.codes.shape[2] * (1 if self.format in ("bf16", "fp8") else 2)
 
     @property
     def nbytes(self) -> int:
@@ -89,10 +94,10 @@ def _require_tensor(name: str, value: object, dtype: torch.dtype, ndim: int) -> 
 
 
 def require_columns(format: str, columns: int) -> None:
-    """Unsupported unless K = `columns` is a multiple of the block of `format`."""
-    if columns % BLOCK[format]:
+    """Unsupported unless K = `columns` is a multiple of what `format` asks for."""
+    if columns % _COLUMNS[format]:
         raise Unsupported(
-            f"k is {columns} in a {format} weight; it must be a multiple of {BLOCK[format]}"
+            f"k is {columns} in a {format} weight; it must be a multiple of {_COLUMNS[format]}"
         )
 
 
@@ -106,8 +111,10 @@ def _require_sizes(weight: PackedWeight) -> None:
         if weight.scales is not None:
             raise ConfigError("a bf16 weight has scales; allowed: None")
     else:
-        _require_tensor("scales", weight.scales, torch.uint8, 3)
-        expected = (experts, rows, columns // BLOCK[weight.format])
+        block, is_fp8 = BLOCK[weight.format], weight.format == "fp8"
+        _require_tensor("scales", weight.scales, torch.float32 if is_fp8 else torch.uint8, 3)
+        scale_rows = -(-rows // block) if is_fp8 else rows
+        expected = (experts, scale_rows, -(-columns // block))
         if weight.scales is not None and tuple(weight.scales.shape) != expected:
             found = tuple(weight.scales.shape)
             raise ConfigError(f"scales have shape {found}; codes ask for {expected}")
@@ -127,14 +134,17 @@ def _require_one_device(weight: PackedWeight) -> None:
             raise ConfigError(f"{name} is on {part.device}; allowed: {weight.device}, as codes")
 
 
-def _first(mask: Tensor) -> str:
+def _first(mask: Tensor, rows: int = 1) -> str:
+    """The first place of a mask over block scales; `rows` share one of them."""
     expert, row, block = (int(i) for i in mask.nonzero()[0])
-    return f"expert {expert}, row {row}, block {block}"
+    return f"expert {expert}, row {row * rows}, block {block}"
 
 
 def _require_values(weight: PackedWeight) -> None:
     scales, global_scale = weight.scales, weight.global_scale
-    if weight.format == "nvfp4" and scales is not None and global_scale is not None:
+    if weight.format == "fp8" and scales is not None:
+        _require_fp8_values(weight.codes, scales)
+    elif weight.format == "nvfp4" and scales is not None and global_scale is not None:
         bad = (scales & 0x7F == E4M3_NAN) | (scales >= 0x80)
         if bool(bad.any()):
             byte = int(scales[bad][0])
@@ -162,8 +172,27 @@ def _require_values(weight: PackedWeight) -> None:
             )
 
 
+def _require_fp8_values(codes: Tensor, scales: Tensor) -> None:
+    bits = scales.view(torch.int32)  # a thread that flushes subnormals takes 2^-127 for 0
+    bad = (bits <= 0) | (bits >= F32_INF_BITS)
+    if bool(bad.any()):
+        value, place = float(scales[bad][0]), _first(bad, rows=BLOCK["fp8"])
+        raise ConfigError(
+            f"block scale {value} at {place}; allowed: finite, > 0 (nan is what the E8M0 byte 0xFF "
+            "stands for)"
+        )
+    for expert, rows in enumerate(codes):  # one at a time: the masks are as large as the codes
+        nan = rows & 0x7F == E4M3_NAN
+        if bool(nan.any()):
+            row, column = (int(i) for i in nan.nonzero()[0])
+            place = f"expert {expert}, row {row}, block {column // BLOCK['fp8']}, column {column}"
+            raise ConfigError(
+                f"code 0x{int(rows[row, column]):02X} (NaN) at {place}; allowed: E4M3 without NaN"
+            )
+
+
 def nonzero_blocks(weight: PackedWeight) -> Tensor:
-    """Bool [E, N, K // block]: which blocks hold a code other than +0 and -0."""
+    """Of an FP4 weight, bool [E, N, K // block]: which blocks hold a code other than +0 and -0."""
     return _nonzero(weight.codes, BLOCK[weight.format])
 
 
@@ -195,10 +224,12 @@ def operand(weight: PackedWeight, expert: int) -> Tensor:
     """What the dot multiplies: float32 [N, K], each value exactly a bf16 (contract section 2).
 
     NVFP4: e2m1 x e4m3. MXFP4: e2m1 x 2^(n - p), p the largest exponent of this expert. BF16: the
-    weight.
+    weight. FP8: e4m3; the dot itself takes the block scales, one for each 128 of k.
     """
     if weight.scales is None:
         return weight.codes[expert].float()
+    if weight.format == "fp8":
+        return decode_e4m3(weight.codes[expert])
     values = e2m1.decode(e2m1.unpack(weight.codes[expert]))
     if weight.format == "nvfp4":
         block_scales = decode_e4m3(weight.scales[expert])
@@ -213,7 +244,7 @@ def operand(weight: PackedWeight, expert: int) -> Tensor:
 def apply_global_scale(weight: PackedWeight, expert: int, accumulator: Tensor) -> Tensor:
     """The epilogue of a dot, one rounding: acc x global, acc / global, or acc x 2^p (MXFP4).
 
-    BF16: acc unchanged.
+    BF16, FP8: acc unchanged.
     """
     if weight.format == "mxfp4" and weight.scales is not None:
         _, high = _exponent_range(weight.codes[expert], weight.scales[expert])
@@ -231,6 +262,8 @@ def dequantize(weight: PackedWeight) -> Tensor:
     """
     if weight.scales is None:
         return weight.codes.double()
+    if weight.format == "fp8":
+        return decode_e4m3(weight.codes).double() * _spread(weight)
     values = e2m1.decode(e2m1.unpack(weight.codes)).double()
     if weight.format == "nvfp4":
         block_scales = decode_e4m3(weight.scales).double()
@@ -242,3 +275,10 @@ def dequantize(weight: PackedWeight) -> Tensor:
         return values
     scale = weight.global_scale.double()[:, None, None]
     return values * scale if weight.global_scale_op == "multiply" else values / scale
+
+
+def _spread(weight: PackedWeight) -> Tensor:
+    """The block scale of every value of an FP8 weight, float64 [E, N, K]."""
+    assert weight.scales is not None
+    spread = weight.scales.double().repeat_interleave(BLOCK["fp8"], -2)[:, : weight.rows]
+    return spread.repeat_interleave(BLOCK["fp8"], -1)[..., : weight.columns]

@@ -1,9 +1,9 @@
 """Which matrix units an expert may use in class `a8` without losing a bit (contract section 3).
 
-E4M3 holds e2m1 x 2^s exactly for s = -8 ... 6 and for no other s: 14 binades from end to end. So an
-expert's projection runs on the fp8 units when every block scale over a non-zero code is a power of
-two and, in every row, each 128-wide piece spans at most 14 binades over those blocks. Decided from
-the bytes of that expert and projection alone.
+E4M3 holds e2m1 x 2^s exactly for s = -8 ... 6 and for no other s: 14 binades from end to end. So
+an FP4 expert's projection runs on the fp8 units when every block scale over a non-zero code is a
+power of two and, in every row, each 128-wide piece spans at most 14 binades over those blocks.
+Decided from the bytes of that expert and projection alone.
 """
 
 import torch
@@ -17,7 +17,12 @@ PIECE = 128
 
 
 def fp8_exact(weight: PackedWeight) -> Tensor:
-    """Bool [E]: True where the fp8 units multiply the same values that the bf16 units do."""
+    """Bool [E]: True where the fp8 units multiply the same values that the bf16 units do.
+
+    An FP8 weight's operands are e4m3 themselves.
+    """
+    if weight.format == "fp8":
+        return torch.ones(weight.num_experts, dtype=torch.bool, device=weight.device)
     if weight.scales is None:
         return torch.zeros(weight.num_experts, dtype=torch.bool, device=weight.device)
     counted = nonzero_blocks(weight)

@@ -4,7 +4,7 @@ contract version 1).
 
 from exactmoe.reference.combine import combine, finish
 from exactmoe.reference.dense_mlp import dense_mlp
-from exactmoe.reference.dot import dot, dot_dense, dot_router, dot_scaled
+from exactmoe.reference.dot import dot, dot_blocks, dot_dense, dot_router, dot_scaled
 from exactmoe.reference.experts import as_rows, down, expert_slots, gate_up, project
 from exactmoe.reference.quantize import quantize
 from exactmoe.reference.router import (
@@ -21,6 +21,7 @@ __all__ = [
     "combine",
     "dense_mlp",
     "dot",
+    "dot_blocks",
     "dot_dense",
     "dot_router",
     "dot_scaled",

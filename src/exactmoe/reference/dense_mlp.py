@@ -5,7 +5,7 @@
 from torch import Tensor
 
 from exactmoe.formats import PackedWeight, apply_global_scale, operand
-from exactmoe.reference.dot import dot_dense
+from exactmoe.reference.dot import DENSE_SEGMENT, dot_blocks, dot_dense
 from exactmoe.reference.functions import canonical, swiglu32, to_bf16
 
 
@@ -20,4 +20,8 @@ def dense_mlp(
 
 
 def _project(weight: PackedWeight, x: Tensor) -> Tensor:
-    return apply_global_scale(weight, 0, dot_dense(operand(weight, 0), x.float()))
+    w, rows = operand(weight, 0), x.float()
+    if weight.format == "fp8":
+        assert weight.scales is not None
+        return dot_blocks(w, rows, weight.scales[0], segment=DENSE_SEGMENT)
+    return apply_global_scale(weight, 0, dot_dense(w, rows))

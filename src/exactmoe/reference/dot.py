@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from exactmoe.formats import BLOCK
 from exactmoe.reference.functions import fma32
 
 LANES = 16
@@ -39,6 +40,27 @@ def dot_scaled(w: Tensor, x: Tensor, scales: Tensor) -> Tensor:
         columns = slice(group * SCALE_GROUP, (group + 1) * SCALE_GROUP)
         chain = dot(w[:, columns], x[:, columns])
         total = fma32(chain, scales[:, group : group + 1].expand_as(chain), total)
+    return total
+
+
+def dot_blocks(w: Tensor, x: Tensor, scales: Tensor, segment: int) -> Tensor:
+    """FP8 128 x 128 blocks: one chain per 128 of k, acc = fma(chain, block scale, acc), k
+    ascending; anew from +0 every `segment` of k, and the segments are added ascending, from +0.
+
+    w float32 [N, K] (values of e4m3 codes), x float32 [T, K], scales float32 [ceil(N / 128), ceil(K
+    / 128)] -> float32 [T, N]. Routed experts have one segment, K.
+    """
+    row_scales = scales.repeat_interleave(BLOCK["fp8"], 0)[: w.shape[0]]
+    total = torch.zeros(x.shape[0], w.shape[0])
+    for start in range(0, w.shape[1], segment):
+        accumulator = torch.zeros_like(total)
+        end = min(start + segment, w.shape[1])
+        for first in range(start, end, BLOCK["fp8"]):
+            columns = slice(first, min(first + BLOCK["fp8"], end))
+            chain = dot(w[:, columns], x[:, columns])
+            scale = row_scales[:, first // BLOCK["fp8"]].expand_as(chain)
+            accumulator = fma32(chain, scale, accumulator)
+        total = total + accumulator
     return total
 
 

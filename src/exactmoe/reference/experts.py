@@ -7,7 +7,7 @@ from exactmoe.config import Numerics
 from exactmoe.formats import PackedWeight, apply_global_scale, operand
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.scales import decode_e4m3
-from exactmoe.reference.dot import dot, dot_scaled
+from exactmoe.reference.dot import dot, dot_blocks, dot_scaled
 from exactmoe.reference.functions import canonical, swiglu32, to_bf16
 from exactmoe.reference.quantize import quantize
 
@@ -25,12 +25,16 @@ def as_rows(values: Tensor, numerics: Numerics) -> Rows:
 def project(weight: PackedWeight, expert: int, rows: Rows) -> Tensor:
     """One projection of one expert: rows [T, K] -> float32 [T, N], global scale applied.
 
-    `a16`: one chain. `a8` (rows with scales): one chain per 128.
+    `a16`: one chain. `a8` (rows with scales), and FP8 blocks: one chain per 128.
     """
     w = operand(weight, expert)
-    accumulator = (
-        dot(w, rows.values) if rows.scales is None else dot_scaled(w, rows.values, rows.scales)
-    )
+    if weight.format == "fp8":
+        assert weight.scales is not None and rows.scales is None  # the layer refuses it in `a8`
+        accumulator = dot_blocks(w, rows.values, weight.scales[expert], segment=weight.columns)
+    elif rows.scales is None:
+        accumulator = dot(w, rows.values)
+    else:
+        accumulator = dot_scaled(w, rows.values, rows.scales)
     return apply_global_scale(weight, expert, accumulator)
 
 

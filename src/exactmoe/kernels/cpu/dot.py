@@ -6,6 +6,9 @@ fma(chain, scale, total). The scale is the token's scale of class `a8`; everywhe
 then that fma is the add of two segments. So one tile serves routed experts (`a16`: one chain), `a8`
 (chains of 128), and dense parts (segments of 4096).
 
+FP8 blocks cut each of these chains once more: per 128 of k, sum = fma(16 lanes, the row's block
+scale, sum), from +0.
+
 A fused tile does the multiply and the add as one fma. Where every product is exact in float32 that
 is the same number, and half the work; exact.py says where that is.
 
@@ -13,7 +16,7 @@ Weights are read as packed bytes and decoded in registers. Tiles are compiled on
 first used, and called by address.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,6 +34,7 @@ from exactmoe.kernels.cpu.vectors import (
     bf16,
     e2m1_avx512,
     e2m1_doubled,
+    e4m3,
     fma,
     load,
     prefetch,
@@ -43,12 +47,13 @@ from exactmoe.kernels.cpu.vectors import (
 
 ROWS = 4
 TOKENS = (1, 2, 4)
-FORMATS = ("nvfp4", "mxfp4", "bf16", "f32")
+FORMATS = ("nvfp4", "mxfp4", "bf16", "fp8", "f32")
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64)"
 # Fields of `geometry`, int64: elements of k in all and in one chain; bytes between token scales.
 GEOMETRY = ("columns", "chain", "token_scale_step")
-_STEP_BYTES = {"nvfp4": 8, "mxfp4": 8, "bf16": 32, "f32": 64}  # bytes of 16 elements
+_STEP_BYTES = {"nvfp4": 8, "mxfp4": 8, "bf16": 32, "fp8": 16, "f32": 64}  # bytes of 16 elements
 _BLOCK_STEPS = {"nvfp4": 1, "mxfp4": 2}  # steps of 16 elements that share a block scale
+_FP8_BLOCK_STEPS = 8  # and as many that share the scale of an fp8 block
 _UNROLL = 2
 
 
@@ -78,6 +83,8 @@ class _Emitter:
         places = [builder.add(at, ir.Constant(I64, size * i)) for i in range(count)]
         if self.format == "bf16":
             return [bf16(builder, place) for place in places]
+        if self.format == "fp8":
+            return [e4m3(builder, place) for place in places]
         return [load(builder, place, LANES_F32, 4) for place in places]
 
     def operands(self, row: int, step: ir.Value, count: int) -> list[ir.Value]:
@@ -117,6 +124,25 @@ class _Emitter:
 
     def chain(self, first: ir.Value, length: ir.Value) -> ir.Value:
         """The sums of one chain, a vector of float32 in the order of the cells; counts of steps."""
+        if self.format != "fp8":
+            return self.lanes(first, length)
+        builder, block_steps = self.builder, ir.Constant(I64, _FP8_BLOCK_STEPS)
+        zeros = ir.Constant(ir.VectorType(F32, len(self.cells)), [0.0] * len(self.cells))
+        total = cgutils.alloca_once(builder, zeros.type)
+        builder.store(zeros, total)
+        with cgutils.for_range(builder, _ceil_div(builder, length, block_steps)) as loop:
+            done = builder.mul(loop.index, block_steps)
+            start, left = builder.add(first, done), builder.sub(length, done)
+            sums = self.lanes(start, _minimum(builder, left, block_steps))
+            offset = builder.shl(builder.udiv(start, block_steps), ir.Constant(I64, 2))
+            places = [builder.add(row, offset) for row in self.row_scales]
+            scales = [load(builder, place, F32, 4) for place in places]
+            scale = _scale_cells(builder, scales, [c % ROWS for c in range(len(self.cells))])
+            builder.store(fma(builder, sums, scale, builder.load(total)), total)
+        return builder.load(total)
+
+    def lanes(self, first: ir.Value, length: ir.Value) -> ir.Value:
+        """The sums of the 16 lanes over some steps, a vector in the order of the cells."""
         builder = self.builder
         for cell in self.cells:
             builder.store(ir.Constant(LANES_F32, [0.0] * LANES), cell)
@@ -168,13 +194,12 @@ def _emit(
     first = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
     with cgutils.for_range(builder, _ceil_div(builder, num_steps, chain_steps)) as loop:
         start = builder.load(first)
-        left = builder.sub(num_steps, start)
-        length = builder.select(builder.icmp_unsigned("<", left, chain_steps), left, chain_steps)
+        length = _minimum(builder, builder.sub(num_steps, start), chain_steps)
         sums = emitter.chain(start, length)
         offset = builder.mul(loop.index, scale_step)
         scales = [load(builder, builder.add(place, offset), F32, 4) for place in scale_places]
-        scaled = fma(builder, sums, _per_token(builder, scales), builder.load(total))
-        builder.store(scaled, total)
+        scale = _scale_cells(builder, scales, [cell // ROWS for cell in range(num_cells)])
+        builder.store(fma(builder, sums, scale, builder.load(total)), total)
         builder.store(builder.add(start, length), first)
     store(builder, builder.load(total), out)
 
@@ -183,12 +208,16 @@ def _ceil_div(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.udiv(builder.add(a, builder.sub(b, ir.Constant(I64, 1))), b)
 
 
-def _per_token(builder: ir.IRBuilder, scales: list[ir.Value]) -> ir.Value:
-    """Each token's scale once for each of its ROWS cells."""
+def _minimum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.icmp_unsigned("<", a, b), a, b)
+
+
+def _scale_cells(builder: ir.IRBuilder, scales: list[ir.Value], cells: Sequence[int]) -> ir.Value:
+    """A vector with scales[i] where `cells`, in the order of the cells, has i."""
     vector = ir.Constant(ir.VectorType(F32, len(scales)), ir.Undefined)
-    for t, scale in enumerate(scales):
-        vector = builder.insert_element(vector, scale, ir.Constant(ir.IntType(32), t))
-    return shuffle(builder, vector, vector, [t for t in range(len(scales)) for _ in range(ROWS)])
+    for i, scale in enumerate(scales):
+        vector = builder.insert_element(vector, scale, ir.Constant(ir.IntType(32), i))
+    return shuffle(builder, vector, vector, cells)
 
 
 @intrinsic(prefer_literal=True)

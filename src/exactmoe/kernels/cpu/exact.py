@@ -1,10 +1,11 @@
 """Where a multiply and an add may be one fma: rows whose products with any weight are exact.
 
 An operand of a packed weight is a multiple of 2^-97 and at most 2^12 (NVFP4: 2^-10 and 2688; MXFP4:
-96 binades below 6), with at most 6 significant bits; a bf16 weight counts if every value is zero or
-from 2^-48 to 2^48. x has at most 8 significant bits. If every x is zero or from 2^-40 to 2^64, each
-product is a multiple of 2^-144 (bf16: 2^-102) and below 2^113, with at most 16 significant bits:
-exact in float32, so rounding it changes nothing. NaN and Inf are outside of the range.
+96 binades below 6; FP8: 2^-9 and 448), with at most 6 significant bits; a bf16 weight counts if
+every value is zero or from 2^-48 to 2^48. x has at most 8 significant bits. If every x is zero or
+from 2^-40 to 2^64, each product is a multiple of 2^-144 (bf16: 2^-102) and below 2^113, with at
+most 16 significant bits: exact in float32, so rounding it changes nothing. NaN and Inf are outside
+of the range.
 """
 
 import numpy as np

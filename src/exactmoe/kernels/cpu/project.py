@@ -3,8 +3,9 @@ of.
 
 A weight comes as three arrays (ops/cpu/prepare.py makes them):
     experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of the values
-    of its scale bytes factors  float32 [E]: what the accumulator is multiplied by, or divided by
-    layout   int64 [11]: see the names below
+    of its scale bytes (FP8's scales are float32, read as they are)
+    factors  float32 [E]: what the accumulator is multiplied by, or divided by
+    layout   int64 [12]: see the names below
 """
 
 import numpy as np
@@ -16,8 +17,9 @@ from exactmoe.kernels.cpu.intrinsics import call_tile
 BLOCK_ROWS = 32  # rows of one piece of work
 CHUNK_TOKENS = 64  # tokens whose results a thread holds at a time
 CODES, SCALES, TABLE = 0, 1, 2
-NUM_ROWS, COLUMNS, ROW_BYTES, SCALE_ROW_BYTES, DIVIDE = range(5)
-TILES = 5  # addresses of the tiles of 1, 2 and 4 tokens, then of the fused ones
+# SCALE_ROWS: rows that share a row of block scales.
+NUM_ROWS, COLUMNS, ROW_BYTES, SCALE_ROW_BYTES, SCALE_ROWS, DIVIDE = range(6)
+TILES = 6  # addresses of the tiles of 1, 2 and 4 tokens, then of the fused ones
 
 ONE = np.ones(1, np.float32)  # the token scale of everything but `a8`
 
@@ -55,7 +57,8 @@ def project(experts, factors, layout, expert, first_row, num_rows, addresses, ge
         for r in range(ROWS):
             row = min(quad + r, last_row)
             rows[r] = experts[expert, CODES] + row * layout[ROW_BYTES]
-            rows[ROWS + r] = experts[expert, SCALES] + row * layout[SCALE_ROW_BYTES]
+            scale_row = row // layout[SCALE_ROWS]
+            rows[ROWS + r] = experts[expert, SCALES] + scale_row * layout[SCALE_ROW_BYTES]
         token = 0
         while token < num_tokens:
             left = num_tokens - token

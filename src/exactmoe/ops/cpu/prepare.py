@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from exactmoe.errors import Unsupported
-from exactmoe.formats import PackedWeight, exponent_range
+from exactmoe.formats import BLOCK, PackedWeight, exponent_range
 from exactmoe.formats.scales import E4M3_VALUES, E8M0_BIAS
 from exactmoe.kernels.cpu.dot import TOKENS, tile_address
 from exactmoe.kernels.cpu.exact import WEIGHT_EXPONENTS
@@ -39,8 +39,8 @@ class CpuWeight:
     Attributes:
         weight: the packed weight, kept so that the addresses stay valid.
         experts: int64 [E, 3]: addresses of codes, block scales and values of scale bytes.
-        factors: float32 [E]: global scales; 2^p for MXFP4; 1 for BF16.
-        layout: int64 [11].
+        factors: float32 [E]: global scales; 2^p for MXFP4; 1 for BF16 and FP8.
+        layout: int64 [12].
     """
 
     weight: PackedWeight
@@ -70,8 +70,9 @@ def prepare(weight: PackedWeight) -> CpuWeight:
     scale_row_bytes = 0
     if weight.scales is not None:
         _require_contiguous_rows("scales", weight.scales)
-        experts[:, 1] = weight.scales.data_ptr() + index * weight.scales.stride(0)
-        scale_row_bytes = weight.scales.stride(1)
+        size = weight.scales.element_size()
+        experts[:, 1] = weight.scales.data_ptr() + index * (weight.scales.stride(0) * size)
+        scale_row_bytes = weight.scales.stride(1) * size
     if weight.format == "nvfp4":
         experts[:, 2] = _E4M3.ctypes.data
     elif weight.format == "mxfp4":
@@ -89,6 +90,7 @@ def prepare(weight: PackedWeight) -> CpuWeight:
             weight.columns,
             codes.stride(1) * codes.element_size(),
             scale_row_bytes,
+            BLOCK["fp8"] if weight.format == "fp8" else 1,
             weight.global_scale_op == "divide" and weight.global_scale is not None,
             *(tile_address(weight.format, tokens) for tokens in TOKENS),
             *(tile_address(weight.format, tokens, _exact(weight)) for tokens in TOKENS),

@@ -142,29 +142,37 @@ def test_the_backend_is_the_one_asked_for(model, checkpoint, token_ids):
         assert same_bytes(block(x, **kwargs), output)
 
 
-@pytest.mark.parametrize(("numerics", "tolerance"), [("a16", 0.03), (None, 0.15)])
-def test_logits_are_near_a_float32_model(
+@pytest.mark.parametrize(("numerics", "tolerance"), [("a16", 2**-7), (None, 2**-4)])
+def test_blocks_are_near_a_float32_model(
     family, checkpoint, sources, token_ids, numerics, tolerance
 ):
-    """Against transformers in float32 on the dequantised weights: relative L2 of the median token.
+    """Against transformers' MoE blocks in float32 on the dequantised weights, from the same inputs.
 
-    Measured: a16 0.02 to 0.024, as transformers' own bf16 run; DeepSeek's a8 0.08. The median,
-    because attention in bf16 makes a few tokens of a random model choose other experts.
+    Relative L2 over all tokens; a16 measured 2.8e-3, a8 3.6e-2. Whole logits say less: bf16 attention
+    makes tokens of a random model choose other experts.
     """
     ours = load_model(checkpoint, numerics=numerics, progress=False)
     stock = adapter.auto_class(ours.config).from_pretrained(
         sources[family], dtype=torch.float32, experts_implementation="eager"
     )
-    layers = adapter.decoder_layers(stock)
-    for index, _, layer in moe_blocks(ours):
-        experts, bank = layers[index].mlp.experts, layer.bank
+    seen = {}
+    for index, block, layer in moe_blocks(ours):
+        experts, bank = adapter.decoder_layers(stock)[index].mlp.experts, layer.bank
         gate_up = torch.cat([dequantize(bank.gate), dequantize(bank.up)], 1)
         experts.gate_up_proj.data.copy_(gate_up)
         experts.down_proj.data.copy_(dequantize(bank.down))
+
+        def keep(module, args, kwargs, y, index=index):
+            seen[index] = (args, kwargs, y)
+
+        block.register_forward_hook(keep, with_kwargs=True)
     with torch.no_grad():
-        truth = stock(input_ids=token_ids).logits
-    error = (ours(input_ids=token_ids).logits.float() - truth).norm(dim=-1) / truth.norm(dim=-1)
-    assert error.median() < tolerance
+        ours(input_ids=token_ids)
+        for index, (args, kwargs, y) in seen.items():
+            truth = adapter.decoder_layers(stock)[index].mlp(args[0].float(), *args[1:], **kwargs)
+            error = (y.float() - truth).norm() / truth.norm()
+            assert error < tolerance, (index, error)
+    assert len(seen) == len(moe_blocks(ours))
 
 
 def test_a_hash_layer_takes_its_experts_from_the_token_ids(model, family, rng):

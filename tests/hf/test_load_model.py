@@ -148,8 +148,8 @@ def test_blocks_are_near_a_float32_model(
 ):
     """Against transformers' MoE blocks in float32 on the dequantised weights, from the same inputs.
 
-    Relative L2 over all tokens; a16 measured 2.8e-3, a8 3.6e-2. Whole logits say less: bf16 attention
-    makes tokens of a random model choose other experts.
+    Relative L2 over all tokens; a16 measured 2.8e-3, a8 3.6e-2. Whole logits say less: bf16
+    attention makes tokens of a random model choose other experts.
     """
     ours = load_model(checkpoint, numerics=numerics, progress=False)
     stock = adapter.auto_class(ours.config).from_pretrained(

@@ -21,7 +21,7 @@ SOURCE = Path(app.__file__).parents[2]
 def start(*arguments):
     """A process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "exactmoe", *arguments]
+    command = [sys.executable, "-m", "exactmoe.cli", *arguments]
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

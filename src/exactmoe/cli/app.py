@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from exactmoe.cli import generate, inspect, verify
+from exactmoe.cli import generate, inspect, options, verify
 from exactmoe.errors import BitMismatch, ExactMoEError
 from exactmoe.proof.machine import package_version
 
@@ -77,7 +77,7 @@ def build() -> typer.Typer:
     )
     app.callback()(_root)
     for name, command in COMMANDS.items():
-        app.command(name)(_guarded(command))
+        app.command(name)(_guarded(options.flattened(command)))
     return app
 
 

@@ -1,11 +1,13 @@
 """`exactmoe generate PATH --prompt TEXT`: greedy text from a packed checkpoint, as it comes."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
 from exactmoe.cli import options
 from exactmoe.cli.output import folder_of, print_json, status
+from exactmoe.dense import DenseMLP
 from exactmoe.layer import MoELayer
 
 INTERRUPTED = 130
@@ -15,6 +17,7 @@ _BF16_BYTES = 2
 def command(
     path: options.Path,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    running: options.Running,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 64,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's turn of the chat template.")
@@ -22,65 +25,33 @@ def command(
     chunk: Annotated[
         int | None, typer.Option(min=1, help="Run the prompt in chunks of this many tokens.")
     ] = None,
-    cards: options.Cards = "cpu",
-    numerics: options.NumericsClass = None,
-    backend: options.Backend = "auto",
-    json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Continue a prompt greedily, the experts packed in memory."""
     # transformers takes seconds to import, and other commands do without it.
     from exactmoe.hf import blocks, load_model
     from exactmoe.hf.text import generate, load_tokenizer, prompt_ids, quiet
 
-    if not debug:
+    if not running.debug:
         quiet()
     folder = folder_of(path)
     tokenizer = load_tokenizer(folder)
     ids = prompt_ids(tokenizer, prompt, chat)
-    with status(not json) as say:
+    with status(not running.json) as say:
         say(f"loading {path}")
-        model = load_model(
-            str(folder),
-            cards=options.names(cards),
-            numerics=numerics,
-            backend=backend,
-            progress=False,
-        )
-    if not json and not chat:
+        model = load_model(str(folder), **running.settings(), progress=False)
+    if not running.json and not chat:
         typer.echo(prompt, nl=False)
 
     def show(text: str) -> None:
-        if not json:
+        if not running.json:
             typer.echo(text, nl=False)
 
     made = generate(model, tokenizer, ids, max_new_tokens, chunk, show)
-    layers = [layer for _, _, layer in blocks(model)]
-    held, as_bf16 = expert_bytes(layers)
-    if json:
-        print_json(
-            {
-                "text": made.text,
-                "prompt_tokens": made.prompt_tokens,
-                "new_tokens": len(made.token_ids),
-                "stop": made.stop,
-                "tokens_per_second": made.tokens_per_second,
-                "prompt_seconds": made.prompt_seconds,
-                "seconds": made.seconds,
-                "chunk": chunk,
-                "expert_bytes_in_memory": held,
-                "expert_bytes_bf16": as_bf16,
-                "numerics": sorted(
-                    {layer.numerics.activation for layer in layers if _is_moe(layer)}
-                ),
-                "backend": sorted({layer.plan().backend for layer in layers}),
-                "explain": {
-                    str(index): layer.explain(ids.shape[1]).to_dict()
-                    for index, _, layer in blocks(model)
-                },
-            }
-        )
+    layers = {index: layer for index, _, layer in blocks(model)}
+    if running.json:
+        print_json({**_facts(made, layers), "chunk": chunk})
     else:
+        held, as_bf16 = expert_bytes(layers.values())
         typer.echo()
         typer.echo(
             f"{len(made.token_ids)} tokens ({made.stop}), {made.tokens_per_second:.1f} tokens/s; "
@@ -91,13 +62,32 @@ def command(
         raise typer.Exit(INTERRUPTED)
 
 
-def _is_moe(layer: Any) -> bool:
-    return isinstance(layer, MoELayer)
+def _facts(made: Any, layers: dict[int, MoELayer | DenseMLP]) -> dict[str, Any]:
+    """Plain values, for JSON: `made` is an hf.text.Generated."""
+    held, as_bf16 = expert_bytes(layers.values())
+    classes = {lay.numerics.activation for lay in layers.values() if isinstance(lay, MoELayer)}
+    return {
+        "text": made.text,
+        "prompt_tokens": made.prompt_tokens,
+        "new_tokens": len(made.token_ids),
+        "stop": made.stop,
+        "tokens_per_second": made.tokens_per_second,
+        "prompt_seconds": made.prompt_seconds,
+        "seconds": made.seconds,
+        "expert_bytes_in_memory": held,
+        "expert_bytes_bf16": as_bf16,
+        "numerics": sorted(classes),
+        "backend": sorted({layer.plan().backend for layer in layers.values()}),
+        "explain": {
+            str(index): layer.explain(made.prompt_tokens).to_dict()
+            for index, layer in layers.items()
+        },
+    }
 
 
-def expert_bytes(layers: list[Any]) -> tuple[int, int]:
+def expert_bytes(layers: Iterable[MoELayer | DenseMLP]) -> tuple[int, int]:
     """Bytes of the routed experts as they lie in memory, and as bf16."""
-    banks = [layer.bank for layer in layers if _is_moe(layer)]
+    banks = [layer.bank for layer in layers if isinstance(layer, MoELayer)]
     values = sum(
         weight.num_experts * weight.rows * weight.columns
         for bank in banks

@@ -47,19 +47,18 @@ class Row:
 
 def command(
     path: options.Path,
+    common: options.Common,
     numerics: options.NumericsClass = None,
     headers_only: Annotated[
         bool, typer.Option("--headers-only", help="Read no value: units of a8 stay unknown.")
     ] = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Show family, format, experts, units and bytes of each layer, and the load report."""
     checkpoint = open_checkpoint(path, numerics)
     report = audit(checkpoint)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
-    rows = _rows(checkpoint, plans, read=not headers_only, show=not json)
-    if json:
+    rows = _rows(checkpoint, plans, read=not headers_only, show=not common.json)
+    if common.json:
         print_json(
             {
                 "path": str(checkpoint.path),

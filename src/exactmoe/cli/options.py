@@ -1,25 +1,74 @@
-"""Options that commands share, and the parsing of lists."""
+"""Options that commands share, as structs, and the parsing of lists.
 
-from typing import Annotated
+A command takes a struct as one argument; `flattened` shows its fields to typer as options.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from exactmoe.errors import ConfigError
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint folder, or a hub id.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-Cards = Annotated[str, typer.Option(metavar="NAMES", help="Devices, separated by commas.")]
 NumericsClass = Annotated[
     str | None,
     typer.Option(metavar="a16|a8", help="Class of arithmetic; by default the model family's."),
 ]
-Backend = Annotated[str, typer.Option(help="auto, cpu or reference. It changes speed only.")]
 
 
-def names(text: str) -> tuple[str, ...]:
-    """ "cuda:0,cuda:1" -> two names."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """Options of every command."""
+
+    json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running(Common):
+    """Options of a command that runs a model."""
+
+    cards: Annotated[str, typer.Option(metavar="NAMES", help="Devices, comma-separated.")] = "cpu"
+    numerics: NumericsClass = None
+    backend: Annotated[str, typer.Option(help="auto, cpu or reference. It changes speed only.")] = (
+        "auto"
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of load_model."""
+        cards = tuple(part.strip() for part in self.cards.split(",") if part.strip())
+        return {"cards": cards, "numerics": self.numerics, "backend": self.backend}
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its structs as arguments of its own, for typer to read."""
+    hints = get_type_hints(command, include_extras=True)
+    structs: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shown = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name in structs:
+            types = get_type_hints(structs[parameter.name], include_extras=True)
+            shown += [
+                inspect.Parameter(f.name, keyword, default=f.default, annotation=types[f.name])
+                for f in fields(structs[parameter.name])
+            ]
+        else:
+            annotation = hints[parameter.name]
+            shown.append(parameter.replace(kind=keyword, annotation=annotation))
+
+    def run(**given: Any) -> None:
+        for name, struct in structs.items():
+            given[name] = struct(**{f.name: given.pop(f.name) for f in fields(struct)})
+        command(**given)
+
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:

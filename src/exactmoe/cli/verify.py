@@ -49,6 +49,7 @@ class Table:
 
 def command(
     path: options.Path,
+    running: options.Running,
     layers: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="Layers to prove; by default the first of each kind."),
@@ -61,11 +62,6 @@ def command(
         str | None, typer.Option(help="Text whose MLP inputs are recorded and replayed.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the inputs of the layers.")] = 0,
-    cards: options.Cards = "cpu",
-    numerics: options.NumericsClass = None,
-    backend: options.Backend = "auto",
-    json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Prove, byte by byte, that a token's bits do not depend on its call."""
     asked_widths = WIDTHS if widths is None else options.integers("--widths", widths)
@@ -76,21 +72,15 @@ def command(
     from exactmoe.hf import blocks, load_model
     from exactmoe.hf.text import load_tokenizer, prompt_ids, quiet, run_prompt
 
-    if not debug:
+    if not running.debug:
         quiet()
-    with status(not json) as say:
+    with status(not running.json) as say:
         say("known answers")
-        reports = [known_answers(backend, progress=say)]
+        reports = [known_answers(running.backend, progress=say)]
         say(f"loading {path}")
         folder = folder_of(path)
         ids = prompt_ids(load_tokenizer(folder), PROMPT if prompt is None else prompt)
-        model = load_model(
-            str(folder),
-            cards=options.names(cards),
-            numerics=numerics,
-            backend=backend,
-            progress=False,
-        )
+        model = load_model(str(folder), **running.settings(), progress=False)
         found = blocks(model)
         for index, layer in chosen(found, asked_layers, all_layers):
             subject = f"layer {index}: {kind_of(layer)}"
@@ -101,7 +91,7 @@ def command(
         with recording(found) as calls:
             run_prompt(model, ids)
         reports.append(replay(calls, progress=say))
-    show(path, reports, json)
+    show(path, reports, running.json)
 
 
 def chosen(

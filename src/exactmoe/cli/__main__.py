@@ -1,0 +1,5 @@
+"""`python -m exactmoe.cli`, the same as `exactmoe`."""
+
+from exactmoe.cli import main
+
+main()

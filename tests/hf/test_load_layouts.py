@@ -80,6 +80,26 @@ def stacked(family):
     return change
 
 
+def fp8(suffix, where):
+    """Weights of the MLPs whose name matches `where`, in 128 x 128 blocks."""
+
+    def change(tensors):
+        for name in [name for name in tensors if every_mlp(name) and re.search(where, name)]:
+            weight = tensors[name].float()
+            blocks = [-(-size // 128) for size in weight.shape]
+            scales = torch.full(blocks, 2.0**-9)
+            if suffix == "weight_scale_inv":
+                scales = scales * torch.linspace(1, 1.3, scales.numel()).view(blocks)
+            spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            codes = weight / spread[: weight.shape[0], : weight.shape[1]]
+            tensors[name] = codes.clamp(-448, 448).to(torch.float8_e4m3fn)
+            if suffix == "scale":
+                scales = scales.to(torch.float8_e8m0fnu)
+            tensors[f"{name.removesuffix('weight')}{suffix}"] = scales
+
+    return change
+
+
 def as_bytes(tensor):
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     return raw.reshape(1) if raw.ndim == 0 else raw
@@ -147,3 +167,20 @@ def test_one_global_scale_per_stacked_expert_is_refused(write, family):
 
     with pytest.raises(Unsupported, match=r"down_proj_scale_2 \(F32 \[8\]\): allowed in a whole"):
         load_model(write(change=change), progress=False)
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale"])
+def test_fp8_dense_and_shared_parts(write, family, suffix, rng):
+    """DeepSeek-V4's shared experts are published so, and GLM's dense layers in its FP8 export."""
+    change = fp8(suffix, r"shared_experts|layers\.0\.mlp\.(gate|up|down)")
+    model = require_bits_of_load_layer(write(change=change), "FP8 128x128", rng)
+    for _, _, layer in blocks(model):
+        dense = getattr(layer, "shared", layer)
+        assert dense.bank.formats == ("fp8", "fp8", "fp8")
+
+
+def test_fp8_routed_experts_are_refused(write, family):
+    change = fp8("weight_scale_inv", r"\.experts\.")
+    message = r"\.experts\..*is FP8 128x128 with weight_scale_inv; allowed in a whole model: routed"
+    with pytest.raises(Unsupported, match=message):
+        load_model(write(change=change, packed=lambda name: False), progress=False)

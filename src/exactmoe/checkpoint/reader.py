@@ -112,6 +112,7 @@ def _place(plan: WeightPlan, message: str) -> Stored:
     """File and tensor that a refusal of PackedWeight is about; its message names the expert."""
     expert = re.search(r"\bexpert (\d+)", message)
     source: Source = plan.sources[int(expert[1]) if expert else 0]
-    field = "global_scale" if message.startswith("global scale") else "scales"
+    start = re.match("global scale|code", message)
+    field = {"global scale": "global_scale", "code": "codes"}[start[0]] if start else "scales"
     parts: list[Part] = [part for part in source.dialect.parts if part.field == field]
     return source.parts[parts[0] if parts else source.dialect.parts[0]]

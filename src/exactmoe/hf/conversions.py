@@ -88,12 +88,14 @@ def scale_converters(conversions: list[Any]) -> list[Any]:
             operation = StackScalars() if suffix in (GLOBAL_SCALE, DIVISOR) else StackBlocks()
             added.append(copy_converter(converter, names, targets[0] + suffix, [operation]))
     for name in ("gate_proj", "up_proj", "down_proj"):
-        native = f"shared_experts.{name}"
+        shared, dense = f"shared_experts.{name}", f"mlp.{name}"
         for source, target in (
             (f"{name}.weight_scale_2", f"{name}.weight_scale_2"),
             (f"{name}.weight_global_scale", f"{name}.weight_global_scale"),
             (f"{name}.weight_packed", f"{name}.weight"),
-            (f"{native}.scale", f"{native}.weight_scale"),
+            (f"{name}.weight_scale_inv", f"{name}.weight_scale"),
+            (f"{shared}.scale", f"{shared}.weight_scale"),
+            (f"{dense}.scale", f"{dense}.weight_scale"),
         ):
             added.append(converter_of([source], target, [Single()]))
     return added

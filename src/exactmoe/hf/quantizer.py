@@ -41,6 +41,7 @@ _FORMS = {
     "nvfp4-divide": _Form("nvfp4", torch.uint8, torch.float8_e4m3fn, DIVISOR),
     "mxfp4": _Form("mxfp4", torch.int8, torch.float8_e8m0fnu),
     "mxfp4-bytes": _Form("mxfp4", torch.int8, torch.uint8),
+    "fp8": _Form("fp8", torch.float8_e4m3fn, torch.float32),
 }
 
 
@@ -51,8 +52,8 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Attributes:
         stored: name of a parameter below the decoder's layers ("3.mlp.experts.down_proj",
             "0.mlp.gate_proj.weight", "3.mlp.gate.weight") -> "nvfp4", "nvfp4-divide" (the global
-            scale is a divisor), "mxfp4", "mxfp4-bytes" (scales stored as U8), or "f32" (the weight
-            of a router that is kept in float32).
+            scale is a divisor), "mxfp4", "mxfp4-bytes" (scales stored as U8), "fp8" (128 x 128
+            blocks, of a linear layer), or "f32" (the weight of a router that is kept in float32).
         ignored: patterns of tensor names that nobody loads, by a named rule of the family.
     """
 
@@ -112,9 +113,14 @@ def _declare(module: nn.Module, name: str, stored: str) -> None:
         _register(module, name, shape, torch.float32)
         return
     *lead, columns = shape
-    form = _FORMS[stored]
+    form, block = _FORMS[stored], BLOCK[_FORMS[stored].format]
+    if stored == "fp8":
+        blocks = tuple(-(-size // block) for size in shape)
+        _register(module, name, shape, form.codes)
+        _register(module, name + SCALE, blocks, form.scales)
+        return
     _register(module, name, (*lead, columns // 2), form.codes)
-    _register(module, name + SCALE, (*lead, columns // BLOCK[form.format]), form.scales)
+    _register(module, name + SCALE, (*lead, columns // block), form.scales)
     if form.global_scale is not None:
         # A linear layer has one global scale; an experts module one per expert and projection.
         projections = (lead[0], 2 if name == "gate_up_proj" else 1) if len(lead) == 2 else ()

@@ -1,7 +1,8 @@
 """Our layers over the parameters of transformers' modules: views of them, never a second copy.
 
 The stored form is read from the parameters themselves: bfloat16; uint8 codes with E4M3 block scales
-and a global scale or divisor (NVFP4); int8 codes with E8M0 block scales or their bytes (MXFP4).
+and a global scale or divisor (NVFP4); int8 codes with E8M0 block scales or their bytes (MXFP4); in
+linear layers also E4M3 codes with a float32 scale per 128 x 128 (FP8).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE
 
 # transformers' own FP8Experts names its scales so.
 _SCALE_INV = "_scale_inv"
-_MXFP4_SCALES = (torch.float8_e8m0fnu, torch.uint8)
+_FP4_SCALES = {torch.float8_e8m0fnu: "mxfp4", torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}
+_FP8_SCALES = {torch.float32: "fp8"}
 
 
 class LayerCache:
@@ -68,11 +70,15 @@ def bank(experts: nn.Module) -> ExpertBank:
 
 def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> PackedWeight:
     codes = _tensor(experts, name)[:, rows]
+    if codes.dtype == torch.float8_e4m3fn:
+        raise Unsupported(
+            f"{name} of experts is {codes.dtype}; allowed: bfloat16, uint8 (nvfp4), int8 (mxfp4)"
+        )
     scales = _scales(experts, name)
     if scales is None:
         return PackedWeight("bf16", codes)
     codes, blocks = codes.view(torch.uint8), scales[:, rows].view(torch.uint8)
-    if scales.dtype in _MXFP4_SCALES:
+    if _FP4_SCALES[scales.dtype] == "mxfp4":
         return PackedWeight("mxfp4", codes, blocks)
     suffix, op = _global_scale(experts, name)
     # E floats, copied: a column of [E, 2] is not contiguous.
@@ -84,11 +90,11 @@ def _scales(module: nn.Module, name: str) -> Tensor | None:
     for suffix in (SCALE, _SCALE_INV):
         if hasattr(module, name + suffix):
             scales = _tensor(module, name + suffix)
-            if scales.dtype not in (torch.float8_e4m3fn, *_MXFP4_SCALES):
-                raise Unsupported(
-                    f"{name + suffix} is {scales.dtype}; "
-                    "allowed: float8_e8m0fnu or uint8 (MXFP4), float8_e4m3fn (NVFP4)"
-                )
+            is_fp8 = _tensor(module, name).dtype == torch.float8_e4m3fn
+            allowed = _FP8_SCALES if is_fp8 else _FP4_SCALES
+            if scales.dtype not in allowed:
+                names = ", ".join(f"{dtype} ({format})" for dtype, format in allowed.items())
+                raise Unsupported(f"{name + suffix} is {scales.dtype}; allowed: {names}")
             return scales
     return None
 
@@ -127,8 +133,11 @@ def _linear(linear: nn.Module) -> Tensor | PackedWeight:
     weight, scales = _tensor(linear, "weight"), _scales(linear, "weight")
     if scales is None:
         return weight
-    codes, blocks = weight.view(torch.uint8)[None], scales.view(torch.uint8)[None]
-    if scales.dtype in _MXFP4_SCALES:
+    codes = weight.view(torch.uint8)[None]
+    if weight.dtype == torch.float8_e4m3fn:
+        return PackedWeight("fp8", codes, scales[None])
+    blocks = scales.view(torch.uint8)[None]
+    if _FP4_SCALES[scales.dtype] == "mxfp4":
         return PackedWeight("mxfp4", codes, blocks)
     suffix, op = _global_scale(linear, "weight")
     global_scale = _tensor(linear, "weight" + suffix).reshape(1)

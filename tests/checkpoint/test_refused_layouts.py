@@ -6,21 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint_layouts import DEEPSEEK_WORDS, GLM_BLOCK, fp8, same_bytes
-from checkpoint_maker import (
-    Tensors,
-    deepseek_config,
-    deepseek_tensors,
-    glm_config,
-    glm_tensors,
-    write,
-)
-from exactmoe.checkpoint import Checkpoint, audit, plan_layer, read_layer, read_moe
+from checkpoint_layouts import GLM_BLOCK
+from checkpoint_maker import Tensors, glm_config, glm_tensors, write
+from exactmoe.checkpoint import Checkpoint, audit, read_layer
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.families import family_of
-from exactmoe.formats import BLOCK, dequantize
-
-SHARED = "layers.1.ffn.shared_experts"
 
 
 def _gpt_oss() -> Tensors:
@@ -49,68 +39,6 @@ def test_gpt_oss_layout(tmp_path: Path, rng: torch.Generator) -> None:
 def test_gpt_oss_model() -> None:
     with pytest.raises(Unsupported, match=r"'gpt_oss': .*interleaved.*biases.*sigmoid\(1\.702"):
         family_of({"model_type": "gpt_oss"})
-
-
-def _with_fp8_shared_experts(rng: torch.Generator, suffix: str) -> Tensors:
-    tensors = deepseek_tensors(rng)
-    for word in DEEPSEEK_WORDS.values():
-        del tensors[f"{SHARED}.{word}.weight"]
-        tensors |= fp8(rng, f"{SHARED}.{word}", 128, 128, suffix)
-    return tensors
-
-
-@pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale"])
-def test_fp8_blocks_without_the_format(
-    tmp_path: Path, rng: torch.Generator, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(BLOCK, "fp8", raising=False)
-    tensors = _with_fp8_shared_experts(rng, suffix)
-    checkpoint = Checkpoint(write(tmp_path, deepseek_config(), tensors))
-    name = rf"{SHARED}\.w1\.\w+ \(F.*\) is FP8 128x128 with {suffix}; formats that run here: nv"
-    with pytest.raises(Unsupported, match=name):
-        read_layer(checkpoint, 1)
-    with pytest.raises(Unsupported, match="6 errors"):
-        audit(checkpoint).require_clean()
-    read_layer(checkpoint, 0)
-
-
-@pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale"])
-@pytest.mark.parametrize(("rows", "columns"), [(256, 384), (200, 300)])
-def test_fp8_blocks_are_planned(
-    tmp_path: Path,
-    rng: torch.Generator,
-    suffix: str,
-    rows: int,
-    columns: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The dialect is ready for the format: shapes round up, a wrong one is named."""
-    monkeypatch.setitem(BLOCK, "fp8", 128)
-    base = "model.language_model.layers.0.mlp"
-    tensors = {n: t for n, t in glm_tensors(rng).items() if not n.startswith(base)}
-    for word in ("gate_proj", "up_proj"):
-        tensors |= fp8(rng, f"{base}.{word}", rows, 64, suffix)
-    tensors |= fp8(rng, f"{base}.down_proj", 64, rows, suffix)
-    config = glm_config(intermediate_size=rows)
-    plan = plan_layer(Checkpoint(write(tmp_path / "good", config, tensors)), 0)
-    assert not plan.errors and len(list(plan.consumed())) == 6
-    assert plan.dense["down"].dialect.format == "fp8"
-    tensors[f"{base}.down_proj.{suffix}"] = tensors[f"{base}.down_proj.{suffix}"][:, :1]
-    with pytest.raises(CheckpointError, match=r"\[1, 1\]\): expected .* \[1, 2\]"):
-        read_layer(Checkpoint(write(tmp_path / "bad", config, tensors)), 0)
-
-
-@pytest.mark.skipif("fp8" not in BLOCK, reason="this version has no format fp8")
-@pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale"])
-def test_fp8_blocks_are_read(tmp_path: Path, rng: torch.Generator, suffix: str) -> None:
-    tensors = _with_fp8_shared_experts(rng, suffix)
-    shared = read_moe(Checkpoint(write(tmp_path, deepseek_config(), tensors)), 1).shared
-    assert shared is not None and shared.up.format == "fp8"
-    codes, scales = tensors[f"{SHARED}.w3.weight"], tensors[f"{SHARED}.w3.{suffix}"]
-    assert same_bytes(shared.up.codes[0], codes)
-    assert shared.up.scales is not None
-    assert same_bytes(shared.up.scales[0], scales.float())
-    assert same_bytes(dequantize(shared.up)[0], codes.double() * scales.double())
 
 
 UNKNOWN: dict[str, dict[str, Tensor]] = {

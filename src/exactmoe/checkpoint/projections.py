@@ -14,7 +14,6 @@ from exactmoe.checkpoint.dialects import (
 from exactmoe.checkpoint.index import Checkpoint, TensorInfo
 from exactmoe.checkpoint.plan import LayerPlan, Source, Stored, WeightPlan
 from exactmoe.families import STACKED_PROJECTIONS
-from exactmoe.formats import BLOCK
 
 Found = Mapping[str, TensorInfo]
 
@@ -149,11 +148,6 @@ def _parts(
             _unknown(checkpoint, plan, base, found, dialects)
         return None
     (dialect,) = fits
-    if dialect.format not in BLOCK:
-        for info in found.values():
-            runs = ", ".join(BLOCK)
-            plan.wrong(info, f"{info} is {dialect.name}; formats that run here: {runs}", True)
-        return None
     infos: dict[Part, TensorInfo] = {}
     good = True
     for part in dialect.parts:

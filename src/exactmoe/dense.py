@@ -9,8 +9,9 @@ from exactmoe.block import Block
 from exactmoe.config import Limits, Numerics, checked_swiglu_limit
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
+from exactmoe.ops import compiled
 from exactmoe.plan import Explanation, Plan, choose, explain
-from exactmoe.runtime.door import check_x, output
+from exactmoe.runtime.door import OUTPUT_DTYPES, check_x, output
 from exactmoe.runtime.workspace import Region
 
 
@@ -79,6 +80,10 @@ class DenseMLP(Block):
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x bfloat16 [T, H] -> y [T, H]. x is not written; y shares memory with nothing."""
+        if torch.compiler.is_compiling():
+            compiled.refuse_out(out is not None)
+            dtype = OUTPUT_DTYPES[self.numerics.output]
+            return compiled.block(self, DenseMLP.forward, x, None, dtype)
         check_x(x, self.hidden_size, self.device)
         y = output(out, {"x": x}, self.hidden_size, self.numerics.output)
         path = ops.path(self.plan().backend)

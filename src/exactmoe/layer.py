@@ -17,8 +17,9 @@ from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.units import PIECE
+from exactmoe.ops import compiled
 from exactmoe.plan import Explanation, Plan, choose, explain
-from exactmoe.runtime.door import check_routes, check_token_ids, check_x, output
+from exactmoe.runtime.door import OUTPUT_DTYPES, check_routes, check_token_ids, check_x, output
 from exactmoe.runtime.routes import RouteTable
 from exactmoe.runtime.workspace import Region
 
@@ -181,6 +182,10 @@ class MoELayer(Block):
         self, x: Tensor, token_ids: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The whole block: x bfloat16 [T, H] (token_ids [T] for a hash layer) -> y [T, H]."""
+        if torch.compiler.is_compiling():
+            compiled.refuse_out(out is not None)
+            dtype = OUTPUT_DTYPES[self.numerics.output]
+            return compiled.block(self, MoELayer.forward, x, token_ids, dtype)
         router = self._require_router()
         check_x(x, self.config.hidden_size, self.device)
         check_token_ids(token_ids, x.shape[0], router.table)
@@ -207,6 +212,10 @@ class MoELayer(Block):
         id < 0: absent. id >= E: absent, and `check()` raises (at once with Limits(checks=True)).
         Ids may repeat.
         """
+        if torch.compiler.is_compiling():
+            compiled.refuse_out(out is not None)
+            dtype = OUTPUT_DTYPES[self.numerics.output]
+            return compiled.experts(self, MoELayer.experts, x, expert_ids, weights, dtype)
         check_x(x, self.config.hidden_size, self.device)
         check_routes(expert_ids, weights, x.shape[0], self.config.top_k, self.device)
         inputs = {"x": x, "expert_ids": expert_ids, "weights": weights}

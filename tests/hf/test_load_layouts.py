@@ -7,7 +7,7 @@ import torch
 
 from exactmoe import load_layer
 from exactmoe.checkpoint import Checkpoint, audit
-from exactmoe.errors import Unsupported
+from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.formats import quantize
 from exactmoe.hf import blocks, load_model
 
@@ -140,18 +140,35 @@ def test_nvidia_deepseek(write, family, rng):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
-def test_e8m0_scales_as_bytes(write, family, rng):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_e8m0_scales_in_other_dtypes(write, family, dtype, rng):
     """Field fault A5: transformers would cast byte 120 to 128.0."""
-    folder = write(change=scales_as(torch.uint8), packed=every_mlp)
+    folder = write(change=scales_as(dtype), packed=every_mlp)
     model = require_bits_of_load_layer(folder, "DeepSeek MXFP4", rng)
     for _, block, _ in blocks(model):
-        assert block.experts.gate_up_proj_scale.dtype == torch.uint8
+        assert block.experts.gate_up_proj_scale.element_size() == 1
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
-def test_e8m0_scales_as_float32_are_refused(write, family):
-    with pytest.raises(Unsupported, match="E8M0 scales are F32; allowed in a whole model: all F8"):
-        load_model(write(change=scales_as(torch.float32)), progress=False)
+@pytest.mark.parametrize("where", ["experts.3.w2.scale", "shared_experts.w1.scale"])
+def test_float32_scales_that_are_no_powers_of_two(write, family, where):
+    def change(tensors):
+        scales_as(torch.float32)(tensors)
+        tensors[f"layers.2.ffn.{where}"][5, 1] = 0.75
+
+    message = rf"layers\.2\.ffn\.{where}: block scale 0.75 at row 5, block 1; allowed"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(write(change=change, packed=every_mlp), progress=False)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+def test_e8m0_scales_in_mixed_dtypes_are_refused(write, family):
+    def change(tensors):
+        name = "layers.1.ffn.experts.5.w3.scale"
+        tensors[name] = tensors[name].view(torch.uint8)
+
+    with pytest.raises(Unsupported, match="E8M0 scales are F8_E8M0 and U8; allowed in a whole"):
+        load_model(write(change=change), progress=False)
 
 
 def test_stacked(write, family, rng):

@@ -5,17 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exactmoe.checkpoint import (
-    Checkpoint,
-    LayerPlan,
-    LoadReport,
-    WeightPlan,
-    audit,
-    plan_layer,
-)
+from exactmoe.checkpoint import Checkpoint, LoadReport, audit, plan_layer
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.hf import adapter, whole_block
+from exactmoe.hf.forms import stored_forms
 from exactmoe.hf.hub import checkpoint_folder
 from exactmoe.hf.quantizer import PackedConfig
 
@@ -62,7 +56,7 @@ def load_model(
     _require_bf16(checkpoint)
     _require_plain(report)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
-    packed = PackedConfig(_stored(plans), _ignored(report))
+    packed = PackedConfig(stored_forms(checkpoint, plans), _ignored(report))
     with adapter.progress_bars(progress):
         model, info = adapter.from_pretrained(
             str(folder), adapter.read_config(str(folder)), packed, device
@@ -109,56 +103,6 @@ def _require_plain(report: LoadReport) -> None:
         if entry.rule.name not in _READ_BY_NOBODY and entry.info.dtype not in _PLAIN:
             allowed = ", ".join(sorted(_PLAIN))
             raise Unsupported(f"{entry.info} is left to transformers; allowed there: {allowed}")
-
-
-def _stored(plans: Sequence[LayerPlan]) -> dict[str, str]:
-    """PackedConfig.stored: how each parameter of the MLP blocks lies in the files."""
-    stored = {}
-    for plan in plans:
-        block = f"{plan.spec.layer}.mlp"
-        if plan.experts:
-            gate, up = (plan.experts[name].dialect for name in ("gate", "up"))
-            if gate is not up:
-                raise CheckpointError(
-                    f"layer {plan.spec.layer}: the experts' gate is {gate.name}, their up is "
-                    f"{up.name}; allowed: one layout for both"
-                )
-            stored[f"{block}.experts.gate_up_proj"] = _form(
-                plan.experts["gate"], plan.experts["up"]
-            )
-            stored[f"{block}.experts.down_proj"] = _form(plan.experts["down"])
-            block += ".shared_experts"
-        for name, weight in plan.dense.items():
-            stored[f"{block}.{name}_proj.weight"] = _form(weight)
-        if plan.router and plan.router["weight"].dtype == "F32":
-            stored[f"{plan.spec.layer}.mlp.gate.weight"] = "f32"
-    return {name: format for name, format in stored.items() if format != "bf16"}
-
-
-def _form(*weights: WeightPlan) -> str:
-    """Stored form of the projections that one parameter holds, as PackedConfig names it."""
-    dialect, what = weights[0].dialect, weights[0].what
-    if dialect.format == "fp8" and what == "routed experts":
-        info = next(weights[0].tensors)
-        raise Unsupported(
-            f"{info} is {dialect.name}; allowed in a whole model: {what} in FP4, BF16"
-        )
-    parts = {part.field: part for part in dialect.parts}
-    if dialect.format == "mxfp4":
-        scales = [source.parts[parts["scales"]] for w in weights for source in w.sources]
-        dtypes = sorted({stored.info.dtype for stored in scales})
-        if dtypes not in (["F8_E8M0"], ["U8"]):
-            raise Unsupported(
-                f"{scales[0].info} and beside it: E8M0 scales are {' and '.join(dtypes)}; "
-                "allowed in a whole model: all F8_E8M0 or all U8"
-            )
-        return "mxfp4-bytes" if dtypes == ["U8"] else "mxfp4"
-    if dialect.format == "nvfp4":
-        stored = weights[0].sources[0].parts[parts["global_scale"]]
-        if len(stored.index) == 1:
-            raise Unsupported(f"{stored.info}: allowed in a whole model: [E, 2] or [E, 1]")
-        return "nvfp4-divide" if dialect.global_scale_op == "divide" else "nvfp4"
-    return dialect.format
 
 
 def _ignored(report: LoadReport) -> tuple[str, ...]:

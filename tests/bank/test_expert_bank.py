@@ -9,17 +9,20 @@ import torch
 from exactmoe import ExpertBank, PackedWeight, quantize_experts
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats import quantize_mxfp4, quantize_nvfp4
-from layers import FORMATS, assert_same_bits, normal, random_bank
+from layers import FORMATS, assert_same_bits, fp8_blocks, normal, random_bank
 
 HIDDEN, INNER, EXPERTS = 64, 32, 3
 
 
-@pytest.fixture(params=[*FORMATS, "bf16"])
+@pytest.fixture(params=[*FORMATS, "bf16", "fp8"])
 def bank(request, rng) -> ExpertBank:
-    if request.param != "bf16":
+    if request.param in FORMATS:
         return random_bank(rng, request.param, EXPERTS, HIDDEN, INNER)
     sizes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
-    return ExpertBank(*(PackedWeight("bf16", normal(rng, EXPERTS, *size)) for size in sizes))
+    values = [normal(rng, EXPERTS, *size) for size in sizes]
+    if request.param == "fp8":
+        return ExpertBank(*(fp8_blocks(value) for value in values))
+    return ExpertBank(*(PackedWeight("bf16", value) for value in values))
 
 
 def state(bank: ExpertBank) -> dict[str, torch.Tensor]:
@@ -47,6 +50,7 @@ def test_sizes_and_bytes(bank):
         "nvfp4": numbers // 2 + numbers // 16 + EXPERTS * 3 * 4,
         "mxfp4": numbers // 2 + numbers // 32,
         "bf16": numbers * 2,
+        "fp8": numbers + EXPERTS * 3 * 4,  # one block each
     }
     assert bank.nbytes == per_format[bank.gate.format]
     assert bank.formats == (bank.gate.format,) * 3
@@ -119,10 +123,16 @@ def test_a_state_dict_of_another_type_is_refused(assign, bank):
         ("nvfp4", "up_scales", 0x80, "0x80 at expert 1, row 2, block 1"),
         ("nvfp4", "down_scales", 0xFF, "0xFF at expert 1, row 2, block 1"),
         ("mxfp4", "up_scales", 0xFF, "0xFF .*expert 1, row 2, block 1"),
+        ("fp8", "up_scales", -2.0, r"-2\.0 at expert 1, row 256, block 1"),
+        ("fp8", "down_codes", 0xFF, "0xFF .NaN. at expert 1, row 2, block 0, column 1"),
     ],
 )
-def test_a_state_dict_with_corrupted_scales_is_refused(format, name, value, message, rng):
-    bank = random_bank(rng, format, EXPERTS, 64, 64)
+def test_a_state_dict_with_corrupted_bytes_is_refused(format, name, value, message, rng):
+    if format == "fp8":
+        values = torch.randn(3, EXPERTS, 272, 272, generator=rng)
+        bank = ExpertBank(*(fp8_blocks(value) for value in values))
+    else:
+        bank = random_bank(rng, format, EXPERTS, 64, 64)
     changed = state(bank)
     changed[name][1, 2, 1] = value
     with pytest.raises(ConfigError, match=message):

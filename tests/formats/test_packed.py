@@ -1,7 +1,6 @@
 """What a PackedWeight's bytes mean: operand x epilogue, and dequantize, against ml_dtypes and exact
 rational arithmetic (contract section 2; field faults A1, A4, A6)."""
 
-import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -11,6 +10,7 @@ import torch
 from compressed_tensors.compressors import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 
+from chains import nearest_f32
 from exactmoe.errors import ConfigError
 from exactmoe.formats import (
     PackedWeight,
@@ -40,17 +40,6 @@ def same(ours, expected):
 def to_f32(values):
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
-
-
-def nearest_f32(exact):
-    """The float32 nearest to a Fraction, ties to even, by integer arithmetic alone."""
-    if exact == 0:
-        return 0.0
-    exponent = exact.numerator.bit_length() - exact.denominator.bit_length()
-    exponent -= abs(exact) < Fraction(2) ** exponent
-    step = Fraction(2) ** (max(exponent, -126) - 23)
-    rounded = round(exact / step) * step
-    return math.copysign(math.inf, rounded) if abs(rounded) >= 2**128 else float(rounded)
 
 
 def nvfp4(codes, scales, global_scale, op="multiply"):

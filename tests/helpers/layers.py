@@ -111,10 +111,25 @@ def first_column(tokens: int, hidden: int) -> Tensor:
     return x.bfloat16()
 
 
+def fp8_blocks(values: Tensor) -> PackedWeight:
+    """Values [E, N, K] as E4M3 with a scale per 128 x 128 block: its largest magnitude / 448."""
+    experts, rows, columns = values.shape
+    padded = torch.nn.functional.pad(values.float(), (0, -columns % 128, 0, -rows % 128))
+    blocks = padded.unflatten(-1, (-1, 128)).unflatten(1, (-1, 128))  # [E, NB, 128, KB, 128]
+    scales = (blocks.abs().amax((2, 4)) / 448.0).clamp(min=2.0**-60)
+    scaled = (blocks / scales[:, :, None, :, None]).flatten(3).flatten(1, 2)
+    codes = scaled[:, :rows, :columns].to(torch.float8_e4m3fn).view(torch.uint8)
+    return PackedWeight("fp8", codes.contiguous(), scales)
+
+
 def true_values(weight: PackedWeight) -> Tensor:
     """Float64 [E, N, K] from the bytes, by tables of its own (not by exactmoe.formats)."""
     if weight.scales is None:
         return weight.codes.double()
+    if weight.format == "fp8":
+        rows, columns = torch.arange(weight.rows) // 128, torch.arange(weight.columns) // 128
+        scales = weight.scales.double()[:, rows][:, :, columns]
+        return weight.codes.view(torch.float8_e4m3fn).double() * scales
     codes = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(-2).long()
     if weight.format == "nvfp4":
         scales = weight.scales.view(torch.float8_e4m3fn).double()

@@ -10,9 +10,9 @@ from exactmoe.formats import PackedWeight, quantize
 from exactmoe.formats.rows import Rows
 from exactmoe.ops import Path
 from exactmoe.runtime.routes import RouteTable
-from layers import assert_same_bits
+from layers import assert_same_bits, fp8_blocks
 
-FORMATS = ("nvfp4", "nvfp4-divide", "mxfp4", "bf16")
+FORMATS = ("nvfp4", "nvfp4-divide", "mxfp4", "bf16", "fp8")
 
 
 def random_weight(rng: torch.Generator, format: str, *shape: int) -> PackedWeight:
@@ -20,6 +20,8 @@ def random_weight(rng: torch.Generator, format: str, *shape: int) -> PackedWeigh
     values = torch.randn(shape, generator=rng) / shape[-1] ** 0.5
     if format == "bf16":
         return PackedWeight("bf16", values.bfloat16())
+    if format == "fp8":
+        return fp8_blocks(values)
     packed = quantize(values, format.removesuffix("-divide"))
     if not format.endswith("-divide"):
         return packed

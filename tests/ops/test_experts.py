@@ -24,6 +24,7 @@ CASES = [
         ("a8", (256, 128), 17),
         ("a8", (128, 256), 2),
     )
+    if (format, activation) != ("fp8", "a8")  # the layer refuses it
 ]
 
 

@@ -4,28 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from chains import BIG, by_hand, chain
 from exactmoe.reference import dot, dot_dense, dot_router, dot_scaled
 from layers import assert_same_bits, normal
-
-BIG = 2.0**24  # BIG + 1 rounds back to BIG in float32; BIG + 2 does not
-
-
-def by_hand(columns: int, terms: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """w and x of one row whose products are the terms, by k."""
-    w, x = torch.zeros(1, columns), torch.zeros(1, columns)
-    for k, value in terms.items():
-        w[0, k], x[0, k] = value, 1.0
-    return w, x
-
-
-def chain(w: np.ndarray, x: np.ndarray) -> np.float32:
-    """One chain, one float32 operation at a time."""
-    lanes = [np.float32(0)] * 16
-    for k in range(len(w)):
-        lanes[k % 16] = np.float32(lanes[k % 16] + np.float32(w[k] * x[k]))
-    for step in (8, 4, 2, 1):
-        lanes = [np.float32(lanes[j] + lanes[j + step]) for j in range(step)]
-    return lanes[0]
 
 
 def loops(w: torch.Tensor, x: torch.Tensor, total) -> torch.Tensor:

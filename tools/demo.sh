@@ -14,7 +14,7 @@ for model in glm5_next deepseek_v4; do
   esac
   say "$name: generate text from demo/$model" \
     "A small model trained on Python's standard library. Its experts stay packed in FP4 in memory."
-  run generate "demo/$model" --prompt "def main(" --max-new-tokens 64
+  run generate "demo/$model" --prompt "def read_file(path):" --max-new-tokens 64
   say "$name: prove the bits" \
     "Each MoE block runs at many widths: alone, in a batch, in a long prompt. The output bytes of a" \
     "token are compared, not its values; one differing bit fails the demo."

@@ -11,6 +11,7 @@ from exactmoe.dense import DenseMLP
 from exactmoe.formats import PackedWeight
 from exactmoe.layer import MoELayer
 from exactmoe.load import load_layer
+from exactmoe.proof import verify
 
 __all__ = [
     "DenseMLP",
@@ -26,6 +27,7 @@ __all__ = [
     "load_layer",
     "load_model",
     "quantize_experts",
+    "verify",
 ]
 
 

@@ -10,6 +10,7 @@ import faulty_layers as faults
 from exactmoe.cli import verify as command
 from exactmoe.cli.verify import chosen, kind_of
 from exactmoe.errors import ConfigError
+from exactmoe.hf import text
 from exactmoe.proof.known_answers import check, read_file
 from faulty_layers import faulty
 
@@ -31,6 +32,19 @@ def test_json(run, demo):
     replayed = content["reports"][-1]["dimensions"]
     assert set(replayed) == {"whole prompt"} | {f"chunks of {n}" for n in (1, 2, 3, 5, 8, 64)}
     assert min(count["comparisons"] for count in replayed.values()) > 5 * 10
+    assert set(content["same_text"]) == {"1", "8"}
+
+
+def test_another_text_is_told_and_fails_nothing(run, glm, monkeypatch):
+    right = text.generate
+
+    def generate(model, tokenizer, ids, max_new_tokens, chunk=None):
+        return right(model, tokenizer, ids, max_new_tokens - (chunk == 8), chunk)
+
+    monkeypatch.setattr(text, "generate", generate)
+    result = run("verify", glm, *QUICK, "--layers", "0", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["same_text"] == {"1": True, "8": False}
 
 
 def test_text(run, glm):

@@ -5,7 +5,7 @@ prompt that runs in chunks (the caches of both families take that; they refuse a
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,20 @@ def generate(
         seconds=finish - arrivals.start,
         stop=_stop(interrupted, bool(new) and new[-1] in end),
     )
+
+
+def same_text(
+    model: Any, tokenizer: Any, ids: Tensor, max_new_tokens: int, chunks: Sequence[int]
+) -> dict[int, bool]:
+    """chunk -> whether the greedy text after the prompt in such chunks is that of the whole prompt.
+
+    A fact about the whole model, attention and norms included; only the MLP blocks are exact.
+    """
+    whole = generate(model, tokenizer, ids, max_new_tokens).token_ids
+    return {
+        chunk: generate(model, tokenizer, ids, max_new_tokens, chunk).token_ids == whole
+        for chunk in chunks
+    }
 
 
 def run_prompt(model: Any, ids: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ UNKNOWN: dict[str, dict[str, Tensor]] = {
     "FP8 per tensor": {
         "weight": torch.zeros(32, 64).to(torch.float8_e4m3fn),
         "weight_scale": torch.ones(()),
+        "weight_shape": torch.ones(2),
     },
     "codes without scales": {"weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)},
 }

@@ -89,9 +89,11 @@ def decode_plain(tensors: Tensors, base: str) -> Tensor:
 
 
 def fp8(rng: torch.Generator, base: str, rows: int, columns: int, suffix: str) -> Tensors:
-    """One projection in E4M3 with a scale per 128 x 128 block, float32 or E8M0."""
+    """One projection in E4M3 with a scale per 128 x 128 block: float32, E8M0 or bf16."""
     codes = torch.randint(0, 127, (rows, columns), generator=rng).to(torch.uint8)
     scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=rng) + 0.5
+    if suffix == "weight_scale":
+        scales = scales.bfloat16()
     if suffix == "scale":
         scales = torch.full(scales.shape, 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     return {f"{base}.weight": codes.view(torch.float8_e4m3fn), f"{base}.{suffix}": scales}

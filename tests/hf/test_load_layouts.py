@@ -10,6 +10,7 @@ from exactmoe.checkpoint import Checkpoint, audit
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.formats import quantize
 from exactmoe.hf import blocks, load_model
+from saved_bytes import assert_saves_as
 
 MLP = r"layers.*\.(mlp|ffn)\..*((gate|up|down)_proj|w[123])\.weight$"
 WORDS = {"glm5_next": ("gate_proj", "up_proj", "down_proj"), "deepseek_v4": ("w1", "w3", "w2")}
@@ -26,6 +27,14 @@ def compressed(tensors):
         tensors[f"{base}.weight_packed"] = tensors.pop(f"{base}.weight")
         tensors[f"{base}.weight_global_scale"] = (1 / tensors.pop(name)).reshape(1)
         tensors[f"{base}.input_global_scale"] = tensors.pop(f"{base}.input_scale").reshape(1)
+
+
+def compressed_mxfp4(tensors):
+    """Native MXFP4 as compressed-tensors has it: everything U8, under other names."""
+    for name in [name for name in tensors if name.endswith(".scale")]:
+        base = name.removesuffix(".scale")
+        tensors[f"{base}.weight_packed"] = tensors.pop(f"{base}.weight").view(torch.uint8)
+        tensors[f"{base}.weight_scale"] = tensors.pop(name).view(torch.uint8)
 
 
 def hybrid(tensors):
@@ -93,8 +102,8 @@ def fp8(suffix, where):
             spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             codes = weight / spread[: weight.shape[0], : weight.shape[1]]
             tensors[name] = codes.clamp(-448, 448).to(torch.float8_e4m3fn)
-            if suffix == "scale":
-                scales = scales.to(torch.float8_e8m0fnu)
+            if suffix != "weight_scale_inv":
+                scales = scales.to(torch.float8_e8m0fnu if suffix == "scale" else torch.bfloat16)
             tensors[f"{name.removesuffix('weight')}{suffix}"] = scales
 
     return change
@@ -119,6 +128,7 @@ def require_bits_of_load_layer(folder, dialect, rng):
         expected = load_layer(folder, index)(x, **inputs)
         assert torch.count_nonzero(expected)
         assert found.view(torch.int16).equal(expected.view(torch.int16))
+    assert_saves_as(model, folder, folder.parent / "saved")
     return model
 
 
@@ -132,6 +142,12 @@ def test_compressed_tensors(write, family, packed, rng):
     for _, block, layer in blocks(model):
         if hasattr(block, "experts"):
             assert layer.bank.gate.global_scale_op == layer.bank.down.global_scale_op == "divide"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+def test_compressed_tensors_mxfp4(write, family, rng):
+    folder = write(change=compressed_mxfp4, packed=every_mlp)
+    require_bits_of_load_layer(folder, "compressed-tensors MXFP4", rng)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
@@ -186,7 +202,7 @@ def test_one_global_scale_per_stacked_expert_is_refused(write, family):
         load_model(write(change=change), progress=False)
 
 
-@pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale"])
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale", "weight_scale"])
 def test_fp8_dense_and_shared_parts(write, family, suffix, rng):
     """DeepSeek-V4's shared experts are published so, and GLM's dense layers in its FP8 export."""
     change = fp8(suffix, r"shared_experts|layers\.0\.mlp\.(gate|up|down)")

@@ -14,7 +14,8 @@ _SMALLEST = 0x400000
 def converted(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """What `stored` is in `dtype`, exactly; a view where the bytes are the same.
 
-    Bytes of one-byte dtypes stay bytes; float32 scales become E8M0 bytes, and E8M0 scales float32.
+    Bytes of one-byte dtypes stay bytes; float32 scales become E8M0 bytes; E8M0 and bfloat16 scales
+    become float32.
 
     Raises:
         CheckpointError: float32 scales that are not powers of two, or any other pair of dtypes.
@@ -27,6 +28,8 @@ def converted(stored: Tensor, dtype: torch.dtype) -> Tensor:
         return stored.view(torch.uint8)
     if dtype == torch.float32 and stored.dtype == torch.float8_e8m0fnu:
         return decode_e8m0(stored.view(torch.uint8))
+    if dtype == torch.float32 and stored.dtype == torch.bfloat16:
+        return stored.float()
     raise CheckpointError(f"it reads as {stored.dtype}; the plan asks for {dtype}")
 
 

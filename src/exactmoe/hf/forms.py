@@ -57,6 +57,8 @@ def _form(*weights: WeightPlan) -> str:
                 f"{scales[0].info} and beside it: E8M0 scales are {' and '.join(dtypes)}; "
                 "allowed in a whole model: one dtype, or F32 and F8_E8M0"
             )
+        if parts["codes"].dtypes == ("U8",):
+            return "mxfp4-packed"
         return "mxfp4-bytes" if dtypes == ["U8"] else "mxfp4"
     if dialect.format == "nvfp4":
         stored = weights[0].sources[0].parts[parts["global_scale"]]

@@ -41,6 +41,7 @@ _FORMS = {
     "nvfp4-divide": _Form("nvfp4", torch.uint8, torch.float8_e4m3fn, DIVISOR),
     "mxfp4": _Form("mxfp4", torch.int8, torch.float8_e8m0fnu),
     "mxfp4-bytes": _Form("mxfp4", torch.int8, torch.uint8),
+    "mxfp4-packed": _Form("mxfp4", torch.uint8, torch.uint8),
     "fp8": _Form("fp8", torch.float8_e4m3fn, torch.float32),
 }
 
@@ -52,8 +53,9 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Attributes:
         stored: name of a parameter below the decoder's layers ("3.mlp.experts.down_proj",
             "0.mlp.gate_proj.weight", "3.mlp.gate.weight") -> "nvfp4", "nvfp4-divide" (the global
-            scale is a divisor), "mxfp4", "mxfp4-bytes" (scales stored as U8), "fp8" (128 x 128
-            blocks, of a linear layer), or "f32" (the weight of a router that is kept in float32).
+            scale is a divisor), "mxfp4", "mxfp4-bytes" (scales stored as U8), "mxfp4-packed"
+            (codes too), "fp8" (128 x 128 blocks, of a linear layer), or "f32" (the weight of a
+            router that is kept in float32).
         ignored: patterns of tensor names that nobody loads, by a named rule of the family.
     """
 

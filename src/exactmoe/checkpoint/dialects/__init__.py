@@ -5,10 +5,13 @@ The dialect of a projection is decided from its tensors' names and dtypes, never
 
 from collections.abc import Collection, Mapping, Sequence
 
-from exactmoe.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS_NVFP4
+from exactmoe.checkpoint.dialects.compressed_tensors import (
+    COMPRESSED_TENSORS_MXFP4,
+    COMPRESSED_TENSORS_NVFP4,
+)
 from exactmoe.checkpoint.dialects.deepseek import DEEPSEEK_MXFP4
 from exactmoe.checkpoint.dialects.dialect import Dialect, Part, RefusedLayout
-from exactmoe.checkpoint.dialects.fp8 import FP8_E8M0_SCALES, FP8_FLOAT32_SCALES
+from exactmoe.checkpoint.dialects.fp8 import FP8_DIALECTS
 from exactmoe.checkpoint.dialects.modelopt import MODELOPT_NVFP4
 from exactmoe.checkpoint.dialects.plain import PLAIN_BF16
 from exactmoe.checkpoint.dialects.stacked import (
@@ -22,9 +25,9 @@ from exactmoe.checkpoint.dialects.stacked import (
 DIALECTS = (
     MODELOPT_NVFP4,
     COMPRESSED_TENSORS_NVFP4,
+    COMPRESSED_TENSORS_MXFP4,
     DEEPSEEK_MXFP4,
-    FP8_FLOAT32_SCALES,
-    FP8_E8M0_SCALES,
+    *FP8_DIALECTS,
     PLAIN_BF16,
 )
 # One set of tensors for all experts.
@@ -68,11 +71,11 @@ def refused(suffixes: Collection[str]) -> RefusedLayout | None:
 
 
 __all__ = [
+    "COMPRESSED_TENSORS_MXFP4",
     "COMPRESSED_TENSORS_NVFP4",
     "DEEPSEEK_MXFP4",
     "DIALECTS",
-    "FP8_E8M0_SCALES",
-    "FP8_FLOAT32_SCALES",
+    "FP8_DIALECTS",
     "GPT_OSS_MXFP4",
     "MODELOPT_NVFP4",
     "PLAIN_BF16",

@@ -263,11 +263,6 @@ def test_bf16_model_rows_only(model):
         block(torch.zeros(1, 2, layer.config.hidden_size))
 
 
-def test_saving_is_refused(model, tmp_path):
-    with pytest.raises(ValueError, match="not serializable"):
-        model.save_pretrained(tmp_path)
-
-
 def test_explain_names_the_contract_and_the_path(model):
     text = explain(model)
     assert text.count("whole block") == 4

@@ -4,6 +4,8 @@ Features are probed, never versions. Tried with transformers 5.17 and 5.24; what
 them is said at the line.
 """
 
+import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +14,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.activations import ACT2FN
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.quantizers import (
     HfQuantizer,
     register_quantization_config,
@@ -37,6 +48,19 @@ def read_config(folder: str) -> Any:
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
     return config
+
+
+def publish_quantization_config(model: Any, published: dict[str, Any]) -> None:
+    """Give the model's config the quantization_config of config.json, so that it is saved again.
+
+    (DeepSeek-V4's config class of transformers 5.24 adds a field to it.)
+    """
+    text = published.get("text_config") or published
+    for part, source in ((model.config.get_text_config(), text), (model.config, published)):
+        if "quantization_config" in source:
+            part.quantization_config = copy.deepcopy(source["quantization_config"])
+        elif hasattr(part, "quantization_config"):
+            del part.quantization_config
 
 
 def auto_class(config: Any) -> Any:
@@ -160,6 +184,98 @@ def copy_converter(
     return copied
 
 
+class LazyConverter(WeightConverter):  # type: ignore[misc]
+    """A converter whose operations get functions that read the tensors, so that one at a time is
+    in memory. For loads without threads, as those that quantise.
+    """
+
+    __slots__ = ()
+
+    def materialize_tensors(self) -> dict[str, list[Any]]:
+        collected = dict(self.collected_tensors)
+        self.collected_tensors.clear()
+        return collected
+
+
+def lazy_converter(converter: WeightConverter, operations: list[ConversionOps]) -> LazyConverter:
+    """A converter of the same names and scope that reads when its operations ask."""
+    sources, targets = converter_names(converter)
+    lazy = LazyConverter(sources, targets, operations)
+    lazy.scope_prefix = converter.scope_prefix
+    lazy.base_model_prefix = converter.base_model_prefix
+    return lazy
+
+
+def only_stacks(converter: object) -> bool:
+    """Whether a converter stacks experts [N, K] to [E, N, K] and puts projections below each other:
+    nothing that would change what a row holds.
+    """
+    if not isinstance(converter, WeightConverter):
+        return False
+    stack, *rest = converter.operations
+    if not isinstance(stack, MergeModulelist) or stack.dim != 0:
+        return False
+    return not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1)
+
+
+def take_conversions(model: Any) -> list[Any]:
+    """The conversions that the load used, taken from the model: saving then renames nothing."""
+    used, model._weight_conversions = model._weight_conversions, []
+    return used  # type: ignore[no-any-return]
+
+
+def without_ties(model: Any) -> dict[str, torch.Tensor]:
+    """The model's state dict with each tied weight once, under the name that loading expects."""
+    return remove_tied_weights_from_state_dict(model.state_dict(), model)  # type: ignore[no-any-return]
+
+
+def revert(
+    model: Any, state: dict[str, torch.Tensor], conversions: list[Any]
+) -> dict[str, torch.Tensor]:
+    """Tensors by their names in the model -> as transformers saves them.
+
+    Conversions without a way back are left out: they load what a caller saves by itself.
+    """
+    conversions = [conversion for conversion in conversions if _has_reverse(conversion)]
+    kept = model._weight_conversions
+    # It goes through them backwards. 5.17 ends no pattern at a name's border, so the longest
+    # target has to come first; renamings keep their order.
+    model._weight_conversions = sorted(
+        conversions, key=lambda c: max(map(len, _targets(c)), default=0)
+    )
+    try:
+        return revert_weight_conversion(model, state)  # type: ignore[no-any-return]
+    finally:
+        model._weight_conversions = kept
+
+
+def _has_reverse(conversion: object) -> bool:
+    operations = getattr(conversion, "operations", [])
+    return not any(type(op).reverse_op is ConversionOps.reverse_op for op in operations)
+
+
+def _targets(conversion: object) -> list[str]:
+    return converter_names(conversion)[1]
+
+
+def destinations(model: Any, conversions: list[Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Where a load puts a tensor, as a function of its name: equal for two names of one tensor.
+
+    The numbers of the name are a part of it: experts that are stacked share a parameter.
+    """
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+
+    def place(name: str) -> tuple[Any, ...]:
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            renamed, pattern = rename_source_key(name, [], [], prefix, state)
+        return renamed, pattern, tuple(re.findall(r"\d+", name))
+
+    return place
+
+
 def converter_names(converter: object) -> tuple[list[str], list[str]]:
     """(source names, target names) of a converter as its model wrote them; of a renaming, none."""
     if not isinstance(converter, WeightConverter):
@@ -171,19 +287,27 @@ __all__ = [
     "ConversionOps",
     "HfQuantizer",
     "QuantizationConfigMixin",
+    "LazyConverter",
     "auto_class",
     "converter_names",
     "converter_of",
     "copy_converter",
     "decoder_layers",
+    "destinations",
     "from_pretrained",
     "ignore_unexpected",
     "is_silu",
     "keep_rows_bf16",
+    "lazy_converter",
+    "only_stacks",
     "progress_bars",
+    "publish_quantization_config",
     "read_config",
     "register_experts_function",
     "register_quantization_config",
     "register_quantizer",
+    "revert",
+    "take_conversions",
     "uses_experts_function",
+    "without_ties",
 ]

@@ -12,6 +12,7 @@ from exactmoe.hf import adapter, whole_block
 from exactmoe.hf.forms import stored_forms
 from exactmoe.hf.hub import checkpoint_folder
 from exactmoe.hf.quantizer import PackedConfig
+from exactmoe.hf.saving import Origin
 
 # Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find
 # its parameter there.
@@ -62,6 +63,8 @@ def load_model(
             str(folder), adapter.read_config(str(folder)), packed, device
         )
     _require_complete(folder, info, model.hf_quantizer.wrong_shapes(model))
+    model.hf_quantizer.origin = Origin(checkpoint, tuple(plans), _unread(report))
+    adapter.publish_quantization_config(model, checkpoint.config)
     model.requires_grad_(False)
     options = whole_block.Options(limits=limits, backend=backend)
     for layer, plan in zip(adapter.decoder_layers(model), plans, strict=True):
@@ -103,6 +106,12 @@ def _require_plain(report: LoadReport) -> None:
         if entry.rule.name not in _READ_BY_NOBODY and entry.info.dtype not in _PLAIN:
             allowed = ", ".join(sorted(_PLAIN))
             raise Unsupported(f"{entry.info} is left to transformers; allowed there: {allowed}")
+
+
+def _unread(report: LoadReport) -> frozenset[str]:
+    """Names of the tensors that nobody reads."""
+    ignored = report.ignored
+    return frozenset(entry.info.name for entry in ignored if entry.rule.name in _READ_BY_NOBODY)
 
 
 def _ignored(report: LoadReport) -> tuple[str, ...]:

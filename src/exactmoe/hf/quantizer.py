@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from exactmoe.errors import Unsupported
 from exactmoe.formats import BLOCK
 from exactmoe.hf.adapter import (
     HfQuantizer,
@@ -18,10 +19,12 @@ from exactmoe.hf.adapter import (
     ignore_unexpected,
     register_quantization_config,
     register_quantizer,
+    take_conversions,
 )
 from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE, scale_converters
+from exactmoe.hf.saving import Origin
 
-NAME = "exactmoe"
+NAME = "exactmoe_packed"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
     checkpoint in whatever dtype the file has.)
     """
 
+    # Set by load_model.
+    origin: Origin | None = None
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         layers = decoder_layers(model)
         for name, stored in self.quantization_config.stored.items():
@@ -100,8 +106,18 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         # transformers 5.17 passes no model.
         return scale_converters(weight_conversions) + weight_conversions
 
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self._conversions = take_conversions(model)
+        return model
+
     def is_serializable(self) -> bool:
-        return False
+        return True
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What `save_pretrained` writes: the checkpoint's names and bytes."""
+        if self.origin is None:
+            raise Unsupported("the model was not loaded by load_model; it cannot be saved")
+        return self.origin.state_dict(model, self._conversions), {}
 
     @property
     def is_trainable(self) -> bool:

@@ -1,0 +1,207 @@
+"""save_pretrained of a model that load_model loaded: names and bytes of its checkpoint.
+
+transformers' own way back does not do: its names are not always the published ones, it casts what
+was loaded in another dtype, and it copies every expert. Here each tensor of the MLP blocks goes
+back to the place that the load plan says, as a view; the rest takes transformers' way and is then
+given its published name and dtype; what nobody loads (MTP layers, input scales) is read again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from exactmoe.checkpoint import Checkpoint, LayerPlan, TensorInfo, WeightPlan
+from exactmoe.dense import DenseMLP
+from exactmoe.errors import CheckpointError, Unsupported
+from exactmoe.formats import PackedWeight
+from exactmoe.formats.scales import decode_e8m0
+from exactmoe.hf import adapter
+from exactmoe.hf.whole_block import blocks
+
+_DTYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a model was loaded from.
+
+    Attributes:
+        checkpoint: its headers.
+        plans: of all layers, in order.
+        unread: names of the tensors that nobody loads; saving copies them from the files.
+    """
+
+    checkpoint: Checkpoint
+    plans: tuple[LayerPlan, ...]
+    unread: frozenset[str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
+        return self  # never changed
+
+    def state_dict(self, model: Any, conversions: list[Any]) -> dict[str, Tensor]:
+        """All tensors of the checkpoint, with the values that the model has now.
+
+        Args:
+            model: the model.
+            conversions: transformers' conversions that the load used.
+
+        Raises:
+            CheckpointError: names that do not match, or files that are gone or changed.
+            Unsupported: parameters are offloaded.
+        """
+        state = model.state_dict()
+        if any(tensor.is_meta for tensor in state.values()):
+            raise Unsupported("parameters are offloaded; allowed for saving: all in memory")
+        saved: dict[str, Tensor] = {}
+        prefixes = self._blocks(model, saved)
+        rest = {name: t for name, t in state.items() if not name.startswith(prefixes)}
+        self._rest(saved, adapter.revert(model, rest, conversions), model, conversions)
+        unread = [self.checkpoint.tensors[name] for name in self.unread]
+        saved |= read(self.checkpoint.path, unread)
+        return saved
+
+    def _blocks(self, model: Any, saved: dict[str, Tensor]) -> tuple[str, ...]:
+        """Adds the tensors of the MLP blocks; returns their names' prefixes in the model."""
+        names = {id(module): name for name, module in model.named_modules()}
+        found = blocks(model)
+        for index, _, layer in found:
+            plan = self.plans[index]
+            for projection, weight in plan.experts.items():
+                _add(saved, weight, layer.bank.packed(projection))
+            dense = layer if isinstance(layer, DenseMLP) else layer.shared
+            for projection, weight in plan.dense.items():
+                _add(saved, weight, dense.bank.packed(projection))  # type: ignore[union-attr]
+            for field, info in plan.router.items():
+                saved[info.name] = _in_dtype(getattr(layer.router, field), info.dtype)
+        return tuple(f"{names[id(block)]}." for _, block, _ in found)
+
+    def _rest(
+        self, saved: dict[str, Tensor], state: dict[str, Tensor], model: Any, conversions: list[Any]
+    ) -> None:
+        """Adds what transformers loaded, by published name and in published dtype."""
+        place_of = adapter.destinations(model, conversions)
+        by_place = {place_of(name): name for name in state}
+        wanted = [name for name in self.checkpoint.tensors if name not in saved]
+        wanted = [name for name in wanted if name not in self.unread]
+        taken, memory = set(), set()
+        for name in wanted:
+            found = by_place.get(place_of(name))
+            if found is None:
+                continue
+            info, value = self.checkpoint.tensors[name], state[found]
+            taken.add(found)
+            value = _as_published(value, info, self.checkpoint.path)
+            saved[name] = value.clone() if value.data_ptr() in memory else value
+            memory.add(value.data_ptr())
+        left = [n for n, t in state.items() if n not in taken and t.data_ptr() not in memory]
+        problems = [f"{name} has no parameter" for name in wanted if name not in saved]
+        problems += [f"{name} is not in the checkpoint" for name in left]
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            shown = "; ".join(problems[:_SHOWN])
+            raise CheckpointError(
+                f"the model cannot be saved as {self.checkpoint.path} was: {shown}{more}"
+            )
+
+
+def _add(saved: dict[str, Tensor], weight: WeightPlan, packed: PackedWeight) -> None:
+    """The tensors that one projection of all experts came from."""
+    for expert, source in enumerate(weight.sources):
+        for part, stored in source.parts.items():
+            info = stored.info
+            value = _in_dtype(getattr(packed, part.field)[expert], info.dtype)
+            if not stored.index:
+                saved[info.name] = own_storage(value.reshape(info.shape))
+                continue
+            if info.name not in saved:
+                device = value.device
+                saved[info.name] = torch.empty(info.shape, dtype=value.dtype, device=device)
+            place = saved[info.name][stored.index]
+            place.copy_(value.reshape(place.shape))
+
+
+def _in_dtype(value: Tensor, name: str) -> Tensor:
+    """A tensor of ours in the dtype of the file; bytes as they are, numbers only if exact."""
+    dtype = _DTYPES[name]
+    if value.dtype == dtype:
+        return value
+    if value.dtype == torch.uint8 and dtype.itemsize == 1:
+        return value.view(dtype)
+    if value.dtype == torch.uint8:
+        return decode_e8m0(value).to(dtype)
+    cast = _e8m0(value) if dtype == torch.float8_e8m0fnu else value.to(dtype)
+    return cast if cast.to(value.dtype).equal(value) else value
+
+
+def _e8m0(value: Tensor) -> Tensor:
+    """Float32 powers of two from 2^-127: their exponent bits are the E8M0 byte."""
+    return (value.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _as_published(value: Tensor, info: TensorInfo, folder: Path) -> Tensor:
+    """A parameter of transformers in the dtype of the file.
+
+    Where the load rounded it, the file's own value comes back, unless the parameter was changed.
+    """
+    found = _in_dtype(value, info.dtype)
+    if found.dtype != value.dtype and found.dtype.itemsize > value.dtype.itemsize:
+        original = read(folder, [info])[info.name].to(value.device)
+        return original if original.to(value.dtype).equal(value) else found
+    return found
+
+
+def own_storage(tensor: Tensor) -> Tensor:
+    """The same memory under a storage of its own.
+
+    transformers clones tensors that share a storage, and puts them into one file.
+    """
+    if tensor.ndim == 0 or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
+
+
+def read(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
+    """Tensors as they lie in the files, in memory of their own.
+
+    Raises:
+        CheckpointError: a file is gone, or holds something else than when it was opened first.
+    """
+    files: dict[str, list[TensorInfo]] = {}
+    for info in infos:
+        files.setdefault(info.file, []).append(info)
+    found = {}
+    for file, group in files.items():
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                for info in group:
+                    _require_same(opened.get_slice(info.name), info, folder)
+                    found[info.name] = opened.get_tensor(info.name).clone()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder / file}: {group[0].name} is needed again for saving: {error}"
+            ) from error
+    return found
+
+
+def _require_same(entry: Any, info: TensorInfo, folder: Path) -> None:
+    if (entry.get_dtype(), tuple(entry.get_shape())) != (info.dtype, info.shape):
+        raise CheckpointError(
+            f"{folder / info.file}: {info.name} is {entry.get_dtype()} {entry.get_shape()} now; "
+            f"it was {info.dtype} {list(info.shape)} when the model was loaded"
+        )

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from exactmoe import DenseMLP, MoELayer, PackedWeight, Placement, Router, RouterConfig
+from exactmoe import DenseMLP, ExpertBank, MoELayer, PackedWeight, Placement, Router, RouterConfig
 from exactmoe.errors import ConfigError, Unsupported
-from layers import assert_same_bits, layer_of, normal, random_bank, random_call
+from layers import assert_same_bits, fp8_blocks, layer_of, normal, random_bank, random_call
 
 SIGMOID = RouterConfig(score="sigmoid")
 
@@ -37,6 +37,17 @@ def test_x(change, error, message, layer, rng):
     for call in calls:
         with pytest.raises(error, match=message):
             call(change(x))
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_fp8_experts_in_class_a8(name, rng):
+    bank = random_bank(rng, "mxfp4", 2, 128, 128)
+    parts = {n: getattr(bank, n) for n in ("gate", "up", "down")}
+    parts[name] = fp8_blocks(torch.randn(2, 128, 128, generator=rng))
+    mixed = ExpertBank(**parts)
+    assert layer_of(mixed, 1, "cpu").explain().formats == mixed.formats
+    with pytest.raises(Unsupported, match=r"fp8.*class is a8.*class a16 only: no order is defined"):
+        layer_of(mixed, 1, "cpu", numerics="a8")
 
 
 BAD_ROUTES = [

@@ -10,11 +10,18 @@ import torch
 
 from exactmoe.errors import BitMismatch, CheckpointError
 from exactmoe.proof import known_answers as package
-from exactmoe.proof.known_answers import CASES, Answer, known_answers, read_file, write_file
+from exactmoe.proof.known_answers import (
+    CASES,
+    Answer,
+    answer_of,
+    known_answers,
+    read_file,
+    write_file,
+)
 from exactmoe.proof.known_answers.__main__ import main
 from exactmoe.proof.known_answers.file import FILE
 from exactmoe.proof.numbers import words
-from exactmoe.reference import dot
+from exactmoe.reference import dot, dot_blocks, dot_dense
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -31,7 +38,7 @@ def test_file():
     assert list(content["architectures"]) == ["cpu"]
     assert list(content["architectures"]["cpu"]) == [case.name for case in CASES]
     digest = hashlib.sha256(FILE.read_bytes()).hexdigest()
-    assert digest == "66ce44c622b615d5c244f1bfd4bcf87f00d756ae768071125ed729950cc7090c"
+    assert digest == "955fb2f7b8b736af42ee5d883632ed51019fe853fa9e1aab9c182f516000efa8"
 
 
 def test_rows_are_ordinary_zero_large_subnormal_and_nan():
@@ -79,12 +86,25 @@ def test_a_case_without_an_answer_is_no_pass():
         known_answers("cpu", stored)
 
 
+def bits(y):
+    return y.view(torch.uint8)
+
+
 def cut_off(values):
     return (values.view(torch.int32) & -65536).view(torch.float32).bfloat16()
 
 
 def one_chain(w, x):
     return dot(w, x)
+
+
+def one_segment(w, x, scales, segment):
+    return dot_blocks(w, x, scales, w.shape[1])
+
+
+def scaled_operands(w, x, scales, segment):
+    spread = scales.repeat_interleave(128, 0)[: w.shape[0]].repeat_interleave(128, 1)
+    return dot_dense(w * spread[:, : w.shape[1]], x)
 
 
 def in_slot_order(slots, expert_ids, weights, num_experts, activation):
@@ -110,23 +130,43 @@ WRONG_ARITHMETIC = {
     "dot of torch": ("dot", "dot", lambda w, x: x @ w.T),
     "dense dot in one chain": ("dot", "dot_dense", one_chain),
     "router dot in one chain": ("dot", "dot_router", one_chain),
+    "fp8 dot without segments": ("dot", "dot_blocks", one_segment),
+    "fp8 scale inside the chain": ("dot", "dot_blocks", scaled_operands),
     "combine in slot order": ("combine", "combine", in_slot_order),
 }
 USERS = ("functions", "dot", "experts", "dense_mlp", "combine", "router", "quantize")
 
 
-@pytest.mark.parametrize("fault", WRONG_ARITHMETIC)
-def test_wrong_arithmetic_is_found(monkeypatch, fault):
-    home, name, wrong = WRONG_ARITHMETIC[fault]
+def plant(monkeypatch, home, name, wrong):
+    """Every module of the reference uses `wrong` in place of the function."""
     modules = {user: importlib.import_module(f"exactmoe.reference.{user}") for user in USERS}
     right = getattr(modules[home], name)
     for module in (*modules.values(), importlib.import_module("exactmoe.reference")):
         if getattr(module, name, None) is right:
             monkeypatch.setattr(module, name, wrong)
+
+
+@pytest.mark.parametrize("fault", WRONG_ARITHMETIC)
+def test_wrong_arithmetic_is_found(monkeypatch, fault):
+    plant(monkeypatch, *WRONG_ARITHMETIC[fault])
     try:
         assert not known_answers("reference").ok
     except BitMismatch as error:
         assert "silu on the ties" in str(error)  # its inputs are made with the reference's silu
+
+
+def test_segments_are_seen_in_every_format(monkeypatch):
+    plant(monkeypatch, "dot", "dot_dense", one_chain)
+    plant(monkeypatch, "dot", "dot_blocks", one_segment)
+    stored = read_file()["cpu"]
+    found = {
+        case.name
+        for case in CASES
+        if not torch.equal(bits(answer_of(case, "reference").y), bits(stored[case.name].y))
+    }
+    assert found == {
+        f"dense {format}, two segments" for format in ("bf16", "nvfp4", "mxfp4", "fp8")
+    }
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -91,6 +91,8 @@ def weight(
     experts, rows, columns = shape
     if format == "bf16":
         return PackedWeight("bf16", (wide(shape, stream) / columns**0.5).bfloat16())
+    if format == "fp8":
+        return _fp8(shape, stream)
     codes = (words((experts, rows, columns // 2), stream) & 0xFF).to(torch.uint8)
     blocks = (experts, rows, columns // BLOCK[format])
     if format == "mxfp4":
@@ -103,6 +105,17 @@ def weight(
     if divide:
         global_scale = 32.0 * (0.5 + units((experts,), stream + 2000))
     return PackedWeight("nvfp4", codes, scales, global_scale, "divide" if divide else "multiply")
+
+
+def _fp8(shape: tuple[int, int, int], stream: int) -> PackedWeight:
+    """Every code but the two NaN (they become 448), scales that are no powers of two."""
+    experts, rows, columns = shape
+    codes = words(shape, stream) & 0xFF
+    codes = torch.where(codes & 0x7F == 0x7F, codes - 1, codes).to(torch.uint8)
+    blocks = (experts, -(-rows // BLOCK["fp8"]), -(-columns // BLOCK["fp8"]))
+    # The codes' root mean square is near 113.
+    scales = (0.5 + units(blocks, stream + 1000)) / (113.0 * columns**0.5)
+    return PackedWeight("fp8", codes, scales)
 
 
 def dense(format: str, sizes: tuple[int, int], limit: float | None, stream: int) -> dict[str, Any]:
@@ -204,4 +217,9 @@ CASES = (
     Case("dense nvfp4", _dense("nvfp4", 64, 96, "bf16")),
     Case("a16 silu on the ties of bf16", on_ties_experts),
     Case("dense silu on the ties of bf16", on_ties_dense),
+    Case("a16 fp8 sigmoid shared limit", _block(_Layer("fp8", 144, 272, numerics=_F32))),
+    Case("a16 fp8 experts only", _experts(_Layer("fp8", 272, 144, top_k=6, numerics=_F32))),
+    Case("dense fp8, two segments", _dense("fp8", 144, 4368, "f32")),
+    Case("dense nvfp4, two segments", _dense("nvfp4", 16, 4112, "f32")),
+    Case("dense mxfp4, two segments", _dense("mxfp4", 32, 4128, "f32")),
 )

@@ -16,6 +16,7 @@ from exactmoe.formats.rows import Rows
 from exactmoe.runtime.routes import RouteTable
 from layers import (
     FORMATS,
+    fp8_blocks,
     layer_of,
     normal,
     relative_l2,
@@ -46,7 +47,8 @@ class Problem:
 
 def weight(rng: torch.Generator, format: str, rows: int, columns: int) -> PackedWeight:
     """One expert quantised from normal values; for NVFP4 the global scale is the publisher's."""
-    return quantize(torch.randn(1, rows, columns, generator=rng) / columns**0.5, format)
+    values = torch.randn(1, rows, columns, generator=rng) / columns**0.5
+    return fp8_blocks(values) if format == "fp8" else quantize(values, format)
 
 
 _problems: dict[tuple[str, int, int], Problem] = {}
@@ -96,7 +98,7 @@ def ulps(found: Tensor, truth: Tensor) -> Tensor:
     return (found.double() - truth).abs() / step
 
 
-CASES = [(format, *size) for format in FORMATS for size in SIZES]
+CASES = [(format, *size) for format in (*FORMATS, "fp8") for size in SIZES]
 CASES_A8 = [(format, *size) for format in FORMATS for size in SIZES_A8]
 
 

@@ -163,8 +163,17 @@ def is_silu(activation: object) -> bool:
 def uses_experts_function(module: nn.Module, name: str) -> bool:
     """Whether this is an experts module of transformers whose forward is `name` now."""
     config = getattr(module, "config", None)
-    is_experts = hasattr(module, "is_transposed") and hasattr(module, "down_proj")
-    return is_experts and getattr(config, "_experts_implementation", None) == name
+    return is_experts(module) and getattr(config, "_experts_implementation", None) == name
+
+
+def use_experts_function(module: nn.Module, name: str) -> None:
+    """Let the forward of an experts module be `name`."""
+    module.config._experts_implementation = name  # type: ignore[union-attr]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers' decorator for experts classes made this module, whatever the model."""
+    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 def converter_of(
@@ -296,6 +305,7 @@ __all__ = [
     "destinations",
     "from_pretrained",
     "ignore_unexpected",
+    "is_experts",
     "is_silu",
     "keep_rows_bf16",
     "lazy_converter",
@@ -308,6 +318,7 @@ __all__ = [
     "register_quantizer",
     "revert",
     "take_conversions",
+    "use_experts_function",
     "uses_experts_function",
     "without_ties",
 ]

@@ -2,7 +2,7 @@
 
 A second contract beside whole blocks: the combined experts are rounded to bfloat16 before the model
 adds its shared expert. The bits are those of class a16, or of a8 in transformers' FP8Experts with
-FP4 weights, at every width.
+FP4 weights, at every width. Under torch.compile a call is one custom operation.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from exactmoe.config import MoEConfig
+from exactmoe.config import MoEConfig, Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.hf import storage
 from exactmoe.hf.adapter import is_silu, register_experts_function, uses_experts_function
 from exactmoe.layer import MoELayer
+from exactmoe.ops import compiled
 
 NAME = "exactmoe"
+# Attribute of an experts module: the class that it runs in, where a quantizer of ours chose one.
+NUMERICS = "exactmoe_numerics"
 
+# Flag of an experts module -> what runs here, and why nothing else does.
 _FLAGS = {
-    "is_transposed": False,
-    "has_bias": False,
-    "has_gate": True,
-    "is_concatenated": True,
-    "has_post_expert_norm": False,
+    "is_transposed": (False, "weights are read as rows of inputs, [E, outputs, inputs]"),
+    "has_bias": (False, "nothing here adds a bias"),
+    "has_gate": (True, "nothing here computes experts without a gate"),
+    "is_concatenated": (True, "the rows of gate have to lie before those of up"),
+    "has_post_expert_norm": (False, "nothing here normalises what an expert gives"),
 }
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MODELS = "transformers.models"
@@ -87,11 +91,16 @@ def experts_forward(
         Unsupported: a gate, a layout or a dtype that is not known here, or a call that needs
             gradients.
     """
-    needs_gradient = hidden_states.requires_grad or top_k_weights.requires_grad
-    if needs_gradient and torch.is_grad_enabled():
-        raise Unsupported(
-            "the call needs gradients; this is inference only: run it under torch.no_grad()"
-        )
+    if torch.compiler.is_compiling():
+        dtype = hidden_states.dtype
+        return compiled.experts(experts, _run, hidden_states, top_k_index, top_k_weights, dtype)
+    return _run(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _run(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    storage.refuse_gradients(experts, hidden_states, top_k_weights)
     if top_k_weights.dtype not in _WEIGHT_DTYPES:
         raise Unsupported(
             f"top_k_weights are {top_k_weights.dtype}; allowed: float32, bfloat16, float16"
@@ -110,11 +119,7 @@ def layer_of(experts: nn.Module, top_k: int) -> MoELayer:
 
 
 def _build(experts: nn.Module, top_k: int) -> MoELayer:
-    for flag, allowed in _FLAGS.items():
-        value = getattr(experts, flag, allowed)
-        if value != allowed:
-            raise Unsupported(f"{type(experts).__name__} has {flag} = {value}; allowed: {allowed}")
-    limit = _limit(experts)
+    limit = require_known(experts)
     bank = storage.bank(experts)
     config = MoEConfig(
         hidden_size=bank.hidden_size,
@@ -122,9 +127,27 @@ def _build(experts: nn.Module, top_k: int) -> MoELayer:
         num_experts=bank.num_experts,
         top_k=top_k,
         swiglu_limit=limit,
-        numerics="a16" if bank.gate.format == "bf16" else "a8",
+        numerics=_numerics(experts),
     )
     return MoELayer(config, bank)
+
+
+def _numerics(experts: nn.Module) -> Numerics | str:
+    """The class that a quantizer of ours set; a8 for the stock FP8Experts with FP4 weights."""
+    default = "a8" if hasattr(experts, "gate_up_proj_scale_inv") else "a16"
+    return getattr(experts, NUMERICS, None) or default
+
+
+def require_known(experts: nn.Module) -> float | None:
+    """The clamp of an experts module; Unsupported where it computes what nothing here does."""
+    wrong = [
+        f"{flag} = {getattr(experts, flag)}; allowed: {allowed} ({reason})"
+        for flag, (allowed, reason) in _FLAGS.items()
+        if getattr(experts, flag, allowed) != allowed
+    ]
+    if wrong:
+        raise Unsupported(f"{type(experts).__name__} has {'; and '.join(wrong)}")
+    return _limit(experts)
 
 
 def _limit(experts: nn.Module) -> float | None:
@@ -158,4 +181,12 @@ def register() -> None:
     register_experts_function(NAME, experts_forward)
 
 
-__all__ = ["NAME", "experts_forward", "layer_of", "modules", "register"]
+__all__ = [
+    "NAME",
+    "NUMERICS",
+    "experts_forward",
+    "layer_of",
+    "modules",
+    "register",
+    "require_known",
+]

@@ -67,19 +67,8 @@ def load_model(
     adapter.publish_quantization_config(model, checkpoint.config)
     model.requires_grad_(False)
     options = whole_block.Options(limits=limits, backend=backend)
-    for layer, plan in zip(adapter.decoder_layers(model), plans, strict=True):
-        whole_block.attach(layer.get_submodule("mlp"), plan.spec, options)
-    model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+    whole_block.attach_all(model, [plan.spec for plan in plans], options)
     return model
-
-
-def _refuse_router_logits(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """transformers takes them from a hook on the gate modules, which a whole block never calls."""
-    asked = kwargs.get("output_router_logits")
-    if asked or (asked is None and model.config.get_text_config().output_router_logits):
-        raise Unsupported(
-            "output_router_logits is True; allowed: False (routers run inside blocks)"
-        )
 
 
 def _one_card(placement: Placement) -> str:

@@ -58,6 +58,16 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, version)
 
 
+def refuse_gradients(module: nn.Module, *inputs: Tensor) -> None:
+    """Unsupported where autograd would expect gradients of the inputs or of the parameters."""
+    if not torch.is_grad_enabled():
+        return
+    if any(t.requires_grad for t in (*inputs, *module.parameters())):
+        raise Unsupported(
+            "the call needs gradients; this is inference only: run it under torch.no_grad()"
+        )
+
+
 def bank(experts: nn.Module) -> ExpertBank:
     """Experts of a module with `gate_up_proj` [E, 2I, H], gate first, and `down_proj` [E, H, I]."""
     inner = experts.gate_up_proj.shape[1] // 2  # type: ignore[union-attr,index]

@@ -5,7 +5,7 @@ Contract: router, routed experts and shared expert are one call with one roundin
 is none before the shared expert is added.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from exactmoe.config import Limits, Placement
 from exactmoe.dense import DenseMLP
-from exactmoe.errors import ConfigError
+from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.families import LayerSpec
-from exactmoe.hf import storage
+from exactmoe.hf import adapter, storage
 from exactmoe.layer import MoELayer
+from exactmoe.ops import compiled
 
 _MARK = "exactmoe_block"
 
@@ -68,6 +69,15 @@ class WholeBlock:
 
     def __call__(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """hidden_states bfloat16 [..., H] -> the same shape; input_ids [...] for a hash layer."""
+        ids = input_ids if self.spec.routing == "hash" else None
+        if torch.compiler.is_compiling():
+            dtype = hidden_states.dtype
+            return compiled.block(self, WholeBlock.run, hidden_states, ids, dtype)
+        return self.run(hidden_states, ids)
+
+    def run(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """The call itself, not traced."""
+        storage.refuse_gradients(self.block, hidden_states)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         layer = self.layer
         if isinstance(layer, DenseMLP):
@@ -111,6 +121,24 @@ def attach(block: nn.Module, spec: LayerSpec, options: Options) -> None:
     _ = whole.layer
 
 
+def attach_all(model: Any, specs: Iterable[LayerSpec], options: Options) -> None:
+    """Let our layers run all MLP blocks of a model, one spec a decoder layer."""
+    for layer, spec in zip(adapter.decoder_layers(model), specs, strict=True):
+        attach(layer.get_submodule("mlp"), spec, options)
+    model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+
+
+def _refuse_router_logits(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """transformers takes them from a hook on the gate modules, which a whole block never calls."""
+    asked = kwargs.get("output_router_logits")
+    if asked is None:
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if asked:
+        raise Unsupported(
+            "output_router_logits is True; allowed: False (routers run inside blocks)"
+        )
+
+
 def blocks(model: nn.Module) -> list[tuple[int, nn.Module, MoELayer | DenseMLP]]:
     """(layer index, block module, our layer) of every MLP block that runs here, in order."""
     found = [
@@ -126,4 +154,4 @@ def _whole(module: nn.Module) -> WholeBlock | None:
     return whole if isinstance(whole, WholeBlock) else None
 
 
-__all__ = ["Options", "WholeBlock", "attach", "blocks"]
+__all__ = ["Options", "WholeBlock", "attach", "attach_all", "blocks"]

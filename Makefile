@@ -65,4 +65,4 @@ verify: setup ## compare the bytes of both demo models over every width
 	$(VENV)/bin/exactmoe verify demo/deepseek_v4
 
 bench: setup ## time the layers on this machine
-	PYTHONPATH=src $(RUN) benchmarks/run.py $(ARGS)
+	$(RUN) benchmarks/cpu_moe.py $(ARGS)

@@ -3,8 +3,8 @@
     python benchmarks/cpu_moe.py --tokens 1 16 --threads 2
 
 Both hold the same weights (theirs dequantised and rounded to bf16). Times are medians; calls take
-turns.
-The error is the relative L2 distance from float64 on the packed weights, for the first tokens.
+turns over fresh selections of experts. The error is the relative L2 distance from float64 on the
+packed weights, for the first tokens.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from exactmoe import ExpertBank, MoEConfig, MoELayer, PackedWeight
 from exactmoe.formats import dequantize
 
 TRUTH_TOKENS = 2
+ROTATED = 8  # selections of experts, so that no cache holds the next call's weights
 
 
 def random_weight(experts: int, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
@@ -77,16 +78,29 @@ def truth(bank: ExpertBank, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
-def medians(calls: list[Callable[[], Tensor]], seconds: float) -> list[float]:
-    """Median seconds of each call; they take turns until the time is over, at least 5 turns."""
+Inputs = tuple[Tensor, Tensor, Tensor]  # x, expert ids, weights
+
+
+def random_inputs(tokens: int, args: argparse.Namespace, rng: torch.Generator) -> Inputs:
+    """x bfloat16 [T, H], distinct ids [T, K], weights float32 [T, K] that sum to 1."""
+    x = torch.randn(tokens, args.hidden, generator=rng).bfloat16()
+    weights, ids = torch.rand(tokens, args.experts, generator=rng).topk(args.top_k)
+    return x, ids, weights / weights.sum(-1, keepdim=True)
+
+
+def medians(
+    calls: list[Callable[..., Tensor]], inputs: list[Inputs], seconds: float
+) -> list[float]:
+    """Median seconds of each call; they take turns over the inputs, at least once each."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
-        call()
+        call(*inputs[0])
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 5:
+    while time.perf_counter() < end or len(times[0]) < len(inputs):
+        given = inputs[len(times[0]) % len(inputs)]
         for call, taken in zip(calls, times, strict=True):
             start = time.perf_counter()
-            call()
+            call(*given)
             taken.append(time.perf_counter() - start)
     return [statistics.median(taken) for taken in times]
 
@@ -128,15 +142,14 @@ def main() -> None:
     print(f"H {hidden}, I {inner}, {experts} experts, top {args.top_k}, {args.numerics}, NVFP4")
     print("tokens  ours ms  eager bf16 ms  faster  our error  eager error")
     for tokens in args.tokens:
-        x = torch.randn(tokens, hidden, generator=rng).bfloat16()
-        scores = torch.rand(tokens, experts, generator=rng)
-        weights, ids = scores.topk(args.top_k)
-        weights = weights / weights.sum(-1, keepdim=True)
-        calls = [lambda: layer.experts(x, ids, weights), lambda: eager(x, ids, weights)]  # noqa: B023
-        ours, theirs = medians(calls, args.seconds)
-        few = slice(0, TRUTH_TOKENS)
-        true = truth(bank, x[few], ids[few], weights[few])
-        errors = [float((c()[few].double() - true).norm() / true.norm()) for c in calls]
+        inputs = [random_inputs(tokens, args, rng) for _ in range(ROTATED)]
+        ours, theirs = medians([layer.experts, eager], inputs, args.seconds)
+        few = tuple(part[:TRUTH_TOKENS] for part in inputs[0])
+        true = truth(bank, *few)
+        errors = [
+            float((call(*few).double() - true).norm() / true.norm())
+            for call in (layer.experts, eager)
+        ]
         print(
             f"{tokens:6} {ours * 1e3:8.2f} {theirs * 1e3:14.2f} {theirs / ours:6.2f}x "
             f"{errors[0]:10.1e} {errors[1]:12.1e}"

@@ -2,14 +2,15 @@
 
 Importing this package registers the name, so that
 `AutoModelForCausalLM.from_pretrained(path, experts_implementation="exactmoe")` works on a bfloat16
-model.
+model, and so does `quantization_config=ExactMoEConfig("nvfp4")`, which packs its experts at load.
 """
 
 from exactmoe.hf.experts import register
 from exactmoe.hf.explanation import explain
 from exactmoe.hf.load import load_model
+from exactmoe.hf.on_the_fly import ExactMoEConfig
 from exactmoe.hf.whole_block import blocks
 
 register()
 
-__all__ = ["blocks", "explain", "load_model"]
+__all__ = ["ExactMoEConfig", "blocks", "explain", "load_model"]

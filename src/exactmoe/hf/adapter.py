@@ -233,6 +233,11 @@ def take_conversions(model: Any) -> list[Any]:
     return used  # type: ignore[no-any-return]
 
 
+def loaded_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that came from the checkpoint; transformers marks them."""
+    return {n for n, p in model.named_parameters() if getattr(p, "_is_hf_initialized", False)}
+
+
 def without_ties(model: Any) -> dict[str, torch.Tensor]:
     """The model's state dict with each tied weight once, under the name that loading expects."""
     return remove_tied_weights_from_state_dict(model.state_dict(), model)  # type: ignore[no-any-return]
@@ -309,6 +314,7 @@ __all__ = [
     "is_silu",
     "keep_rows_bf16",
     "lazy_converter",
+    "loaded_names",
     "only_stacks",
     "progress_bars",
     "publish_quantization_config",

@@ -22,6 +22,7 @@ from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.scales import decode_e8m0
 from exactmoe.hf import adapter
+from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
 from exactmoe.hf.whole_block import blocks
 
 _DTYPES = {
@@ -66,8 +67,7 @@ class Origin:
             Unsupported: parameters are offloaded.
         """
         state = model.state_dict()
-        if any(tensor.is_meta for tensor in state.values()):
-            raise Unsupported("parameters are offloaded; allowed for saving: all in memory")
+        _require_in_memory(state)
         saved: dict[str, Tensor] = {}
         prefixes = self._blocks(model, saved)
         rest = {name: t for name, t in state.items() if not name.startswith(prefixes)}
@@ -118,6 +118,60 @@ class Origin:
             raise CheckpointError(
                 f"the model cannot be saved as {self.checkpoint.path} was: {shown}{more}"
             )
+
+
+def quantized_state_dict(
+    model: Any, conversions: list[Any], packed: list[str]
+) -> dict[str, Tensor]:
+    """The tensors of a model that was quantised at load, by the names that transformers saves.
+
+    Args:
+        model: the model.
+        conversions: transformers' conversions of its bfloat16 checkpoint.
+        packed: names of the parameters that hold codes.
+
+    Raises:
+        Unsupported: parameters are offloaded, or transformers would turn codes around.
+    """
+    _require_in_memory(model.state_dict())
+    for conversion in conversions:
+        _, targets = adapter.converter_names(conversion)
+        ends = tuple(target.lstrip("\\.") for target in targets)
+        if ends and not adapter.only_stacks(conversion) and any(n.endswith(ends) for n in packed):
+            raise Unsupported(
+                f"{type(model).__name__} stores its experts in an order that packed codes "
+                "cannot have; such a model cannot be saved"
+            )
+    state = adapter.without_ties(model)
+    saved: dict[str, Tensor] = {}
+    for parameter in packed:
+        for suffix in (SCALE, GLOBAL_SCALE):
+            if parameter + suffix not in state:
+                continue
+            stacked = state.pop(parameter + suffix)
+            # The same way back as the codes', then under their own name. (5.17 drops every
+            # dimension of 1 on it.)
+            shape = () if suffix == GLOBAL_SCALE else (-1, stacked.shape[-1])
+            for name, value in adapter.revert(model, {parameter: stacked}, conversions).items():
+                single = name.endswith(".weight")
+                name = _beside(name, suffix, value.dtype)
+                saved[name] = value.reshape(shape) if single else value
+    saved |= adapter.revert(model, state, conversions)
+    return {name: own_storage(value) for name, value in saved.items()}
+
+
+def _beside(name: str, suffix: str, dtype: torch.dtype) -> str:
+    """The published name of a scale: of single experts ModelOpt's or DeepSeek's."""
+    if not name.endswith(".weight"):
+        return name + suffix
+    if dtype == torch.float8_e8m0fnu:
+        return name.removesuffix("weight") + "scale"
+    return name + suffix
+
+
+def _require_in_memory(state: dict[str, Tensor]) -> None:
+    if any(tensor.is_meta for tensor in state.values()):
+        raise Unsupported("parameters are offloaded; allowed for saving: all in memory")
 
 
 def _add(saved: dict[str, Tensor], weight: WeightPlan, packed: PackedWeight) -> None:

@@ -85,6 +85,14 @@ def test_nothing_is_copied(rng):
     assert not list(bank.parameters())
 
 
+def test_fp8_scales_may_be_parameters(rng):
+    weight = fp8_blocks(torch.randn(EXPERTS, 64, 64, generator=rng))
+    scales = torch.nn.Parameter(weight.scales)
+    bank = ExpertBank(*[PackedWeight("fp8", weight.codes, scales)] * 3)
+    assert bank.up.scales.data_ptr() == scales.data_ptr()
+    assert not bank.up.scales.requires_grad and not list(bank.parameters())
+
+
 def test_a_copy_has_its_own_memory(bank):
     expected = state(bank)
     other = copy.deepcopy(bank)

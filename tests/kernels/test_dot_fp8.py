@@ -11,6 +11,7 @@ from exactmoe.kernels.cpu import dot as kernels
 from exactmoe.ops.cpu.down import down
 from exactmoe.ops.cpu.prepare import prepare
 from exactmoe.reference import dot_blocks
+from exactmoe.reference import project as reference_project
 from exactmoe.reference.functions import canonical
 from exactmoe.runtime.routes import RouteTable
 from layers import assert_same_bits
@@ -71,6 +72,15 @@ def test_rows_that_do_not_fill_a_block(rows, tokens, rng):
     weight = random_weight(rng, "fp8", 1, rows, 144)
     x = torch.randn(tokens, 144, generator=rng).bfloat16().float()
     assert_same_bits(project(weight, x), expected(weight, x, 144))
+
+
+def test_routed_experts_have_no_segments(rng):
+    weight = random_weight(rng, "fp8", 1, 20, 4352)
+    x = torch.randn(3, 4352, generator=rng).bfloat16().float()
+    found = project(weight, x)
+    assert_same_bits(found, reference_project(weight, 0, Rows(x, None)))
+    assert_same_bits(found, expected(weight, x, 4352))
+    assert bool((found != expected(weight, x, 4096)).any())
 
 
 @pytest.mark.parametrize("scale", [2.0**-149, 2.0**-127, 2.0**-60, 3e38])

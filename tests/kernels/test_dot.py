@@ -126,9 +126,11 @@ def test_the_same_bits_on_a_processor_without_wide_registers():
 
 
 def digest() -> str:
-    """The bytes of a tile, for a comparison of processes."""
+    """The bytes of two tiles, for a comparison of processes."""
     rng = torch.Generator().manual_seed(3)
-    weight = random_weight(rng, "nvfp4", 1, 4, 256)
-    x = torch.randn(4, 256, generator=rng).bfloat16().float()
-    found = run(prepare(weight), x, 128, torch.rand(4, 2, generator=rng))
-    return found.numpy().tobytes().hex()
+    found = []
+    for format in ("nvfp4", "fp8"):
+        weight = random_weight(rng, format, 1, 4, 256)
+        x = torch.randn(4, 256, generator=rng).bfloat16().float()
+        found.append(run(prepare(weight), x, 128, torch.rand(4, 2, generator=rng)))
+    return torch.stack(found).numpy().tobytes().hex()

@@ -233,6 +233,11 @@ def take_conversions(model: Any) -> list[Any]:
     return used  # type: ignore[no-any-return]
 
 
+def never_initialize(module: nn.Module) -> None:
+    """Keep transformers from drawing random values where a checkpoint lacks tensors of a module."""
+    module._is_hf_initialized = True  # type: ignore[assignment]
+
+
 def loaded_names(model: nn.Module) -> set[str]:
     """Names of the parameters that came from the checkpoint; transformers marks them."""
     return {n for n, p in model.named_parameters() if getattr(p, "_is_hf_initialized", False)}
@@ -315,6 +320,7 @@ __all__ = [
     "keep_rows_bf16",
     "lazy_converter",
     "loaded_names",
+    "never_initialize",
     "only_stacks",
     "progress_bars",
     "publish_quantization_config",

@@ -74,6 +74,7 @@ class ExactMoEQuantizer(adapter.HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in _expert_modules(model):
             experts.require_known(module)
+            adapter.never_initialize(module)
             setattr(module, experts.NUMERICS, self.quantization_config.numerics)
             for parameter in PARAMETERS:
                 shape = tuple(getattr(module, parameter).shape)

@@ -73,11 +73,18 @@ class Stack:
         )
 
 
-class QuantizeExperts(ConversionOps):
-    """Operation of a lazy converter: tensors of single experts to the packed parameters."""
+class _Operation(ConversionOps):
+    """An operation of a quantizer; transformers copies converters, and the copies share it."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Operation":
+        return self
+
+
+class QuantizeExperts(_Operation):
+    """Operation of a lazy converter: tensors of single experts to the packed parameters."""
 
     @torch.no_grad()
     def convert(
@@ -102,11 +109,8 @@ class QuantizeExperts(ConversionOps):
         return stack.parameters(target_patterns[0])
 
 
-class QuantizeStacked(ConversionOps):
+class QuantizeStacked(_Operation):
     """Operation after the others: a parameter that came stacked to the packed parameters."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
 
     @torch.no_grad()
     def convert(

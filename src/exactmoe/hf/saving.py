@@ -149,21 +149,21 @@ def quantized_state_dict(
             if parameter + suffix not in state:
                 continue
             stacked = state.pop(parameter + suffix)
-            # The same way back as the codes', then under their own name. (5.17 drops every
-            # dimension of 1 on it.)
+            # The same way back as the codes', then under their own name.
+            reverted = adapter.revert(model, {parameter: stacked}, conversions)
+            if len(reverted) == 1:
+                saved |= adapter.revert(model, {parameter + suffix: stacked}, conversions)
+                continue
+            # (5.17 drops every dimension of 1 on the way.)
             shape = () if suffix == GLOBAL_SCALE else (-1, stacked.shape[-1])
-            for name, value in adapter.revert(model, {parameter: stacked}, conversions).items():
-                single = name.endswith(".weight")
-                name = _beside(name, suffix, value.dtype)
-                saved[name] = value.reshape(shape) if single else value
+            for name, value in reverted.items():
+                saved[_beside(name, suffix, value.dtype)] = value.reshape(shape)
     saved |= adapter.revert(model, state, conversions)
     return {name: own_storage(value) for name, value in saved.items()}
 
 
 def _beside(name: str, suffix: str, dtype: torch.dtype) -> str:
-    """The published name of a scale: of single experts ModelOpt's or DeepSeek's."""
-    if not name.endswith(".weight"):
-        return name + suffix
+    """The published name of a scale beside the weight of one expert: ModelOpt's or DeepSeek's."""
     if dtype == torch.float8_e8m0fnu:
         return name.removesuffix("weight") + "scale"
     return name + suffix

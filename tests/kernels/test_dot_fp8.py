@@ -8,6 +8,7 @@ from exactmoe.config import Numerics
 from exactmoe.formats import PackedWeight, operand
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.cpu import dot as kernels
+from exactmoe.kernels.cpu.project import SCALE_ROW_BYTES, SCALE_ROWS, SCALES
 from exactmoe.ops.cpu.down import down
 from exactmoe.ops.cpu.prepare import prepare
 from exactmoe.reference import dot_blocks
@@ -43,6 +44,18 @@ def test_segments(segment, columns, rng):
     found = run(prepare(weight), x, segment)
     assert_same_bits(found, expected(weight, x, segment))
     assert bool((found != run(prepare(weight), x, columns)).any()), "segments decide bits here"
+
+
+@pytest.mark.parametrize("tokens", kernels.TOKENS)
+def test_each_row_has_its_own_scales(tokens, rng):
+    weight = random_weight(rng, "fp8", 1, 4, 272)
+    x = torch.randn(tokens, 272, generator=rng).bfloat16().float()
+    scales, prepared = torch.rand(4, 3, generator=rng), prepare(weight)
+    prepared.experts[0, SCALES] = scales.data_ptr()
+    prepared.layout[SCALE_ROW_BYTES], prepared.layout[SCALE_ROWS] = 12, 1
+    w = operand(weight, 0)
+    rows = [dot_blocks(w[r : r + 1], x, scales[r : r + 1], 272) for r in range(4)]
+    assert_same_bits(run(prepared, x, 272), torch.cat(rows, 1))
 
 
 @pytest.mark.parametrize("tokens", kernels.TOKENS)

@@ -170,6 +170,7 @@ def test_quantised_saved_and_loaded(model, ids, tmp_path, format):
     modules = experts.modules(packed)
     assert len(modules) == sum(adapter.is_experts(m) for m in model.modules())
     assert all(m.gate_up_proj.element_size() == 1 for _, m in modules)
+    assert explain(packed).count(f"{format}, class a16") == len(modules)
     expected = run(packed, ids)
     original = run(model, ids).float()
     assert (expected.float() - original).norm() / original.norm() < 0.6

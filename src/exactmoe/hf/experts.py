@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from exactmoe.config import MoEConfig, Numerics
+from exactmoe.config import MoEConfig
 from exactmoe.errors import Unsupported
 from exactmoe.hf import storage
 from exactmoe.hf.adapter import is_silu, register_experts_function, uses_experts_function
@@ -127,12 +127,12 @@ def _build(experts: nn.Module, top_k: int) -> MoELayer:
         num_experts=bank.num_experts,
         top_k=top_k,
         swiglu_limit=limit,
-        numerics=_numerics(experts),
+        numerics=numerics_of(experts),
     )
     return MoELayer(config, bank)
 
 
-def _numerics(experts: nn.Module) -> Numerics | str:
+def numerics_of(experts: nn.Module) -> str:
     """The class that a quantizer of ours set; a8 for the stock FP8Experts with FP4 weights."""
     default = "a8" if hasattr(experts, "gate_up_proj_scale_inv") else "a16"
     return getattr(experts, NUMERICS, None) or default
@@ -187,6 +187,7 @@ __all__ = [
     "experts_forward",
     "layer_of",
     "modules",
+    "numerics_of",
     "register",
     "require_known",
 ]

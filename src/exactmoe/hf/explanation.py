@@ -3,7 +3,7 @@
 from torch import nn
 
 from exactmoe.dense import DenseMLP
-from exactmoe.hf import experts
+from exactmoe.hf import experts, storage
 from exactmoe.hf.whole_block import blocks
 
 
@@ -29,7 +29,8 @@ def explain(model: nn.Module, width: int = 8) -> str:
         if id(module) not in inside:
             parts.append(
                 f"{name}, {type(module).__name__}: routed experts only "
-                f"(experts_implementation={experts.NAME!r}), rounded to bfloat16 before the model "
-                "adds its shared expert"
+                f"(experts_implementation={experts.NAME!r}), {storage.format_of(module)}, class "
+                f"{experts.numerics_of(module)}, rounded to bfloat16 before the model adds its "
+                "shared expert"
             )
     return "\n".join(parts) or "no MLP block of this model runs here"

@@ -78,6 +78,12 @@ def bank(experts: nn.Module) -> ExpertBank:
     )
 
 
+def format_of(experts: nn.Module) -> str:
+    """Stored format of an experts module: "bf16", "nvfp4" or "mxfp4"."""
+    scales = _scales(experts, "gate_up_proj")
+    return "bf16" if scales is None else _FP4_SCALES[scales.dtype]
+
+
 def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> PackedWeight:
     codes = _tensor(experts, name)[:, rows]
     if codes.dtype == torch.float8_e4m3fn:

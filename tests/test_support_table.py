@@ -5,14 +5,24 @@ from pathlib import Path
 import pytest
 from torch import Tensor, nn
 
+import experts_classes
 import support
 from exactmoe.checkpoint.dialects import DIALECTS, REFUSED_LAYOUTS, STACKED_DIALECTS
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.families import family_of
-from exactmoe.hf import blocks, load_model
+from exactmoe.hf import blocks, experts, load_model
 from storages import STORAGES, Storage
 from support import Outcome, outcome
-from support_table import NOTES, ROWS, row, table, written
+from support_table import (
+    CLASSES_BEGIN,
+    NOTES,
+    ROWS,
+    classes_table,
+    row,
+    table,
+    written,
+    written_classes,
+)
 
 WRITE = "python tests/helpers/support_table.py --write writes it"
 
@@ -34,6 +44,29 @@ def test_the_rest_of_the_table() -> None:
     cells = "".join(_line(label) for label in ROWS)
     unused = [note for number, note in enumerate(NOTES) if f"({'abcdefghij'[number]})" not in cells]
     assert not unused, f"no cell refers to {unused}"
+
+
+@pytest.mark.parametrize("model_type", experts_classes.MODEL_TYPES)
+def test_experts_class(model_type: str) -> None:
+    found = experts_classes.outcome(model_type)
+    if found is None:
+        pytest.skip(f"this transformers has no {model_type}")
+    assert written_classes()[model_type] == found, f"README differs; {WRITE}"
+
+
+def test_the_rest_of_the_classes() -> None:
+    outcomes = written_classes()
+    assert set(outcomes) == set(experts_classes.MODEL_TYPES)
+    assert written(CLASSES_BEGIN) == classes_table(outcomes), f"README differs; {WRITE}"
+
+
+def test_a_wrong_experts_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clamp at 0.5 that the class does not have."""
+    monkeypatch.setitem(
+        experts._GATES, "transformers.integrations.moe._default_apply_gate", lambda module: 0.5
+    )
+    with pytest.raises(AssertionError, match="mixtral: relative error"):
+        experts_classes.outcome("mixtral")
 
 
 def test_every_dialect_is_in_it() -> None:

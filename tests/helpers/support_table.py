@@ -1,19 +1,24 @@
-"""The support table of README.md: every cell is tried (see support.py), then written down.
+"""The support tables of README.md: every cell is tried (support.py, experts_classes.py), then
+written down.
 
-`python tests/helpers/support_table.py --write` writes it, which takes half a minute.
+`python tests/helpers/support_table.py --write` writes them, which takes half a minute.
 """
 
 import argparse
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import experts_classes
 from support import FAMILIES, NO_MTP, PARTS, REASONS, Outcome, outcome
 
 README = Path(__file__).parents[2] / "README.md"
 README_WIDTH = 125
-BEGIN, END = "<!-- support table -->\n", "<!-- end -->\n"
+PARTS_BEGIN, CLASSES_BEGIN = "<!-- support table -->\n", "<!-- experts classes -->\n"
+END = "<!-- end -->\n"
+CLASSES_TITLE = '| `experts_implementation="exactmoe"` | model types of transformers |'
 SHORT = {"glm5_next": "GLM", "deepseek_v4": "DeepSeek"}
 # Row -> dialects, which all have the same outcomes.
 ROWS = {
@@ -78,25 +83,61 @@ def table(rows: list[str]) -> str:
     return "\n".join([*head, *rows, "", *textwrap.wrap(notes, README_WIDTH), ""])
 
 
-def written() -> str:
-    """What README.md has between the markers."""
-    return README.read_text().partition(BEGIN)[2].partition(END)[0]
+def classes_table(outcomes: Mapping[str, str]) -> str:
+    """The table of experts classes, from model type -> what `experts_classes.outcome` gave."""
+    lines = [CLASSES_TITLE, "|---|---|"]
+    for label in (experts_classes.RUNS, *experts_classes.REASONS.values()):
+        types = ", ".join(name for name in experts_classes.MODEL_TYPES if outcomes[name] == label)
+        if types:
+            title = label if label == experts_classes.RUNS else f"refused: {label}"
+            lines.append(f"| {title} | {types} |")
+    return "\n".join([*lines, ""])
+
+
+def written_classes() -> dict[str, str]:
+    """Model type -> what README.md says of it."""
+    outcomes: dict[str, str] = {}
+    for line in written(CLASSES_BEGIN).splitlines()[2:]:
+        _, title, types, _ = (cell.strip() for cell in line.split("|"))
+        outcomes |= dict.fromkeys(types.split(", "), title.removeprefix("refused: "))
+    return outcomes
+
+
+def written(begin: str = PARTS_BEGIN) -> str:
+    """What README.md has between a marker and the next end."""
+    return README.read_text().partition(begin)[2].partition(END)[0]
+
+
+def _write(begin: str, text: str) -> None:
+    before, marker, rest = README.read_text().partition(begin)
+    _, end, after = rest.partition(END)
+    if not end:
+        sys.exit(f"{README} has no {begin.strip()} ... {END.strip()}")
+    README.write_text(before + marker + text + end + after)
+
+
+def _classes() -> dict[str, str]:
+    outcomes = {name: experts_classes.outcome(name) for name in experts_classes.MODEL_TYPES}
+    absent = [name for name, found in outcomes.items() if found is None]
+    if absent:
+        sys.exit(f"this transformers has no {', '.join(absent)}; write the table with a newer one")
+    return {name: found for name, found in outcomes.items() if found is not None}
 
 
 def main() -> None:
-    """Prints the table, or writes it into README.md."""
+    """Prints the tables, or writes them into README.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write it into README.md")
     write = parser.parse_args().write
-    found = table([row(label) for label in ROWS])
-    if not write:
-        print(found)
-        return
-    before, begin, rest = README.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        sys.exit(f"{README} has no {BEGIN.strip()} ... {END.strip()}")
-    README.write_text(before + begin + found + end + after)
+    found = {
+        PARTS_BEGIN: table([row(label) for label in ROWS]),
+        CLASSES_BEGIN: classes_table(_classes()),
+    }
+    for begin, text in found.items():
+        if write:
+            _write(begin, text)
+        else:
+            print(text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, core_model_loading
 
 from exactmoe import load_layer, quantize_experts
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
@@ -93,32 +93,26 @@ def test_everything_else_is_saved_as_it_was(packed, source, tmp_path):
 
 
 def test_one_expert_at_a_time(source, monkeypatch):
-    """No more than one original is in memory, and it is one projection of one expert."""
+    """Each projection of each expert is read when it is quantised, and nothing in between."""
     events = []
-    put = one_by_one.Stack.put
-    materialize = adapter.LazyConverter.materialize_tensors
+    put, read = one_by_one.Stack.put, core_model_loading._materialize_copy
 
     def watch_put(self, expert, projection, weight):
         events.append(("put", tuple(weight.shape)))
         put(self, expert, projection, weight)
 
-    def watch_reads(self):
-        collected = materialize(self)
-
-        def watched(read):
-            def call():
-                events.append(("read", None))
-                return read()
-
-            return call
-
-        return {name: [watched(read) for read in reads] for name, reads in collected.items()}
+    def watch_read(*arguments):
+        tensor = read(*arguments)
+        events.append(("read", tuple(tensor.shape)))
+        return tensor
 
     monkeypatch.setattr(one_by_one.Stack, "put", watch_put)
-    monkeypatch.setattr(adapter.LazyConverter, "materialize_tensors", watch_reads)
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", watch_read)
     model = load(source, "nvfp4")
-    assert [kind for kind, _ in events] == ["read", "put"] * (len(moe_blocks(model)) * 8 * 3)
-    assert all(len(shape) == 2 for kind, shape in events if kind == "put")
+    puts = [i for i, (kind, _) in enumerate(events) if kind == "put"]
+    assert len(puts) == len(moe_blocks(model)) * 8 * 3
+    for i in puts:
+        assert events[i - 1] == ("read", events[i][1]) and len(events[i][1]) == 2
 
 
 def test_numerics_are_chosen(source, family, token_ids):

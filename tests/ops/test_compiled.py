@@ -101,6 +101,9 @@ def test_each_layer_keeps_its_own_weights(rng):
     for layer in (first, second, copied, unpickled, first):
         assert_same_bits(run(layer, x), layer(x))
     assert not copied(x).equal(first(x))
+    numbers = {layer._compiled_block.number for layer in (first, second, copied, unpickled)}
+    assert len(numbers) == 4
+    assert copy.deepcopy(first)._compiled_block.number not in numbers
 
 
 def test_weights_are_read_when_it_runs(rng):

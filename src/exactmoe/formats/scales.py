@@ -22,7 +22,7 @@ def _e4m3_value(byte: int) -> float:
     return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
-E4M3_VALUES = torch.tensor([_e4m3_value(b) for b in range(256)], dtype=torch.float32)
+E4M3_VALUES = torch.tensor([_e4m3_value(b) for b in range(256)], dtype=torch.float32, device="cpu")
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:

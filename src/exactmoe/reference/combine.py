@@ -24,7 +24,7 @@ def combine(
         bits = (weights[token].contiguous().view(torch.int32).long() & 0xFFFFFFFF).tolist()
         ids = expert_ids[token].tolist()
         present = [k for k in range(len(ids)) if 0 <= ids[k] < num_experts]
-        groups = [torch.zeros(slots.shape[2]) for _ in range(GROUPS)]
+        groups = [slots.new_zeros(slots.shape[2]) for _ in range(GROUPS)]
         for k in sorted(present, key=lambda k: (ids[k], bits[k])):
             term = slots[token, k]
             if activation == "a16":
@@ -34,7 +34,7 @@ def combine(
         while len(groups) > 1:
             groups = [left + right for left, right in zip(groups[0::2], groups[1::2], strict=True)]
         rows.append(groups[0])
-    return torch.stack(rows) if rows else torch.zeros(0, slots.shape[2])
+    return torch.stack(rows) if rows else slots.new_zeros(0, slots.shape[2])
 
 
 def finish(combined: Tensor, shared: Tensor | None, output: str) -> Tensor:

@@ -19,7 +19,7 @@ def dot(w: Tensor, x: Tensor) -> Tensor:
     lanes j + (j + 8), +4,
     +2, +1.
     """
-    lanes = torch.zeros(x.shape[0], w.shape[0], LANES)
+    lanes = w.new_zeros(x.shape[0], w.shape[0], LANES)
     for k in range(0, w.shape[1], LANES):
         lanes = lanes + w[None, :, k : k + LANES] * x[:, None, k : k + LANES]
     half = LANES // 2
@@ -35,7 +35,7 @@ def dot_scaled(w: Tensor, x: Tensor, scales: Tensor) -> Tensor:
     w float32 [N, K], x float32 [T, K] (values of e4m3 codes), scales float32 [T, K // 128] ->
     float32 [T, N].
     """
-    total = torch.zeros(x.shape[0], w.shape[0])
+    total = w.new_zeros(x.shape[0], w.shape[0])
     for group in range(scales.shape[1]):
         columns = slice(group * SCALE_GROUP, (group + 1) * SCALE_GROUP)
         chain = dot(w[:, columns], x[:, columns])
@@ -51,7 +51,7 @@ def dot_blocks(w: Tensor, x: Tensor, scales: Tensor, segment: int) -> Tensor:
     / 128)] -> float32 [T, N]. Routed experts have one segment, K.
     """
     row_scales = scales.repeat_interleave(BLOCK["fp8"], 0)[: w.shape[0]]
-    total = torch.zeros(x.shape[0], w.shape[0])
+    total = w.new_zeros(x.shape[0], w.shape[0])
     for start in range(0, w.shape[1], segment):
         accumulator = torch.zeros_like(total)
         end = min(start + segment, w.shape[1])
@@ -68,7 +68,7 @@ def dot_dense(w: Tensor, x: Tensor) -> Tensor:
     """Dense parts: segments of 4096 of k, each one chain from +0, added ascending. Up to 4096 it is
     `dot`.
     """
-    total = torch.zeros(x.shape[0], w.shape[0])
+    total = w.new_zeros(x.shape[0], w.shape[0])
     for start in range(0, w.shape[1], DENSE_SEGMENT):
         columns = slice(start, start + DENSE_SEGMENT)
         total = total + dot(w[:, columns], x[:, columns])

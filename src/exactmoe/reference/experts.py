@@ -1,6 +1,5 @@
 """One routed expert: gate and up, SwiGLU, down (contract sections 2 to 4)."""
 
-import torch
 from torch import Tensor
 
 from exactmoe.config import Numerics
@@ -75,7 +74,7 @@ def expert_slots(
     Absent slots (id < 0 or id >= E) are left at zero; the combine never reads them.
     """
     gate, up, down_weight = projections
-    slots = torch.zeros(*expert_ids.shape, down_weight.rows)
+    slots = weights.new_zeros(*expert_ids.shape, down_weight.rows)
     for token in range(expert_ids.shape[0]):
         rows = as_rows(x[token : token + 1], numerics)
         for k in range(expert_ids.shape[1]):

@@ -20,7 +20,7 @@ _LOG1P64_LAST = 25
 
 def f32(value: float) -> Tensor:
     """A float64 number rounded once to float32, as a 0-d tensor."""
-    return torch.tensor(value, dtype=torch.float64).float()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").float()
 
 
 def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = values.float().unflatten(-1, (-1, SCALE_GROUP))
     finite = torch.isfinite(groups).all(-1)
-    amax = torch.where(finite, groups.abs().amax(-1), torch.zeros(finite.shape))
+    amax = torch.where(finite, groups.abs().amax(-1), groups.new_zeros(finite.shape))
     t = torch.maximum(amax, f32(_FLOOR)) * f32(1 / 448)
     bits = t.view(torch.int32)
     exponent = (bits >> 23) - 127 + (bits & 0x7FFFFF != 0).int()
-    scales = torch.where(finite, power_of_two(exponent), torch.ones(finite.shape))
+    scales = torch.where(finite, power_of_two(exponent), groups.new_ones(finite.shape))
     codes = encode_e4m3(groups / scales[..., None])
     codes = torch.where(codes & 0x7F == 0, torch.zeros_like(codes), codes)
     codes = torch.where(finite[..., None], codes, torch.full_like(codes, E4M3_NAN))

@@ -26,13 +26,13 @@ def select(
     ladder = _ladder(numerics)
     scores = ladder(_score(logits, config))
     keys = scores if bias is None else ladder(scores + bias)
-    expert_ids = torch.empty(logits.shape[0], top_k, dtype=torch.int32)
+    expert_ids = logits.new_empty((logits.shape[0], top_k), dtype=torch.int32)
     for token, row in enumerate(keys.tolist()):
         order = sorted(
             range(len(row)),
             key=lambda e: (row[e] != row[e], -row[e] if row[e] == row[e] else 0.0, e),
         )
-        expert_ids[token] = torch.tensor(order[:top_k], dtype=torch.int32)
+        expert_ids[token] = expert_ids.new_tensor(order[:top_k])
     return expert_ids, scores.gather(1, expert_ids.long())
 
 
@@ -44,7 +44,7 @@ def routing_weights(scores: Tensor, config: RouterConfig, numerics: Numerics) ->
     ladder = _ladder(numerics)
     weights = scores
     if config.normalize:
-        total = torch.zeros(scores.shape[0])
+        total = scores.new_zeros(scores.shape[0])
         for k in range(scores.shape[1]):
             total = ladder(total + scores[:, k])
         weights = ladder(scores / (total + f32(1e-20))[:, None])

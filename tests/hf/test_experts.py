@@ -154,6 +154,7 @@ def test_a_replaced_parameter_is_seen(module, rng):
 def test_layers_go_with_their_modules(module, rng):
     with torch.no_grad():
         module(rows(rng, 1, module), *routes(rng, 1))
+    gc.collect()  # modules of other tests
     before = len(experts._layers)
     copied = copy.deepcopy(module)
     experts.layer_of(copied, 2)

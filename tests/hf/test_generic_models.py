@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from exactmoe import quantize_experts
 from exactmoe.errors import Unsupported
 from exactmoe.hf import ExactMoEConfig, adapter, blocks, experts, explain
 
@@ -171,6 +172,13 @@ def test_quantised_saved_and_loaded(model, ids, tmp_path, format):
     assert len(modules) == sum(adapter.is_experts(m) for m in model.modules())
     assert all(m.gate_up_proj.element_size() == 1 for _, m in modules)
     assert explain(packed).count(f"{format}, class a16") == len(modules)
+    originals = [module for module in model.modules() if adapter.is_experts(module)]
+    for (_, module), unpacked in zip(modules, originals, strict=True):
+        gate, up = unpacked.gate_up_proj.detach().chunk(2, 1)
+        quantised = quantize_experts(gate, up, unpacked.down_proj.detach(), format)
+        bank = experts.layer_of(module, 2).bank
+        for name, buffer in quantised.named_buffers():
+            assert getattr(bank, name).equal(buffer), name
     expected = run(packed, ids)
     original = run(model, ids).float()
     assert (expected.float() - original).norm() / original.norm() < 0.6

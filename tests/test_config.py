@@ -14,7 +14,7 @@ from exactmoe.config import (
     RouterConfig,
     checked_swiglu_limit,
 )
-from exactmoe.errors import ConfigError
+from exactmoe.errors import ConfigError, Unsupported
 
 GEOMETRY = {"hidden_size": 4096, "intermediate_size": 2048, "num_experts": 256, "top_k": 6}
 A8 = Numerics(activation="a8", units="auto", slot="f32", output="bf16", router="f32")
@@ -23,7 +23,7 @@ EXAMPLES = [
     Numerics(activation="a8", units="fp8", slot="f32", output="f32", router="bf16_ladder"),
     RouterConfig(score="sqrt_softplus", factor=2.5, normalize=False),
     MoEConfig(**GEOMETRY, swiglu_limit=10.0, numerics="a8"),
-    Placement(cards=("cuda:0", "cuda:1")),
+    Placement(cards=("cpu", "cpu")),
     Limits(max_rows=64, checks=True),
 ]
 BY_NAME = pytest.mark.parametrize("config", EXAMPLES, ids=lambda c: type(c).__name__)
@@ -141,7 +141,7 @@ def test_numerics_presets():
     assert Numerics.of(A8) is A8
     assert Numerics.of("a8") == A8
     for bad in ("A16", "a4", "", None, 8):
-        with pytest.raises(ConfigError, match="allowed: a16, a8, or a Numerics"):
+        with pytest.raises(ConfigError, match="^numerics is .*allowed: a16, a8, or a Numerics"):
             Numerics.of(bad)
 
 
@@ -167,6 +167,19 @@ def test_the_largest_sizes_are_allowed():
 def test_cards_become_a_tuple():
     cards = ["cpu", "cpu"]
     placement = Placement(cards)
-    cards.append("cuda:0")
+    cards.append("meta")
     assert placement.cards == ("cpu", "cpu")
     assert Placement().cards == ("cpu",)
+
+
+@pytest.mark.parametrize("name", ["gpu", "CPU", " cpu", "cuda:-1", "cpu:", "0"])
+def test_a_card_that_is_no_device_name(name):
+    with pytest.raises(ConfigError, match="allowed: a device name such as cpu or cuda:0") as caught:
+        Placement(("cpu", name))
+    assert str(caught.value).startswith(f"card is {name!r}; ")
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps", "meta"])
+def test_a_card_that_nothing_here_runs_on(name):
+    with pytest.raises(Unsupported, match=f"card is '{name}'; this version runs on: cpu"):
+        Placement(("cpu", name))

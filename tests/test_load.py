@@ -99,9 +99,14 @@ def test_refusals(tmp_path: Path, rng: torch.Generator) -> None:
         load_layer(path, 9)
     with pytest.raises(ConfigError, match="cards is 'cpu'"):
         load_layer(path, 1, cards="cpu")
+    for layer in (0, 1):  # dense, MoE
+        with pytest.raises(Unsupported, match="card is 'cuda:0'; this version runs on: cpu"):
+            load_layer(path, layer, cards=["cuda:0"])
+        with pytest.raises(ConfigError, match="card is 'gpu'; allowed: a device name"):
+            load_layer(path, layer, cards=["gpu"])
     with pytest.raises(ConfigError, match="numerics"):
         load_layer(path, 1, numerics="a4")
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+    with pytest.raises(CheckpointError, match="nowhere is not a folder; allowed: a checkpoint"):
         load_layer(tmp_path / "nowhere", 1)
     with pytest.raises(Unsupported, match="class a8 needs multiples of 128"):
         load_layer(path, 1, numerics="a8")

@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from exactmoe.errors import ConfigError
+import torch
+
+from exactmoe.errors import ConfigError, Unsupported
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
+# Types of torch devices that have a path here.
+DEVICE_TYPES = ("cpu",)
+_DEVICES = ", ".join(DEVICE_TYPES)
+# Names of the contract's classes.
+PRESETS = ("a16", "a8")
 
 # The arithmetic is float32: numbers outside of these bounds become 0 or Inf in it.
 _FLOAT32_ZERO = 2.0**-150
@@ -97,7 +104,7 @@ class Numerics(_FromDict):
         """The named class of the contract: "a16" or "a8"."""
         if name == "a16":
             return cls()
-        _require(name == "a8", "numerics", name, "a16, a8, or a Numerics")
+        _require(name == "a8", "numerics", name, f"{', '.join(PRESETS)}, or a Numerics")
         return cls(activation="a8", units="auto", slot="f32")
 
     @classmethod
@@ -172,6 +179,16 @@ class MoEConfig(_FromDict):
         return replace(self, numerics=numerics)
 
 
+def _require_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        allowed = f"a device name such as cpu or cuda:0 (this version runs on: {_DEVICES})"
+        raise ConfigError(f"card is {name!r}; allowed: {allowed}") from None
+    if device.type not in DEVICE_TYPES:
+        raise Unsupported(f"card is {name!r}; this version runs on: {_DEVICES}")
+
+
 @dataclass(frozen=True)
 class Placement(_FromDict):
     """Where the experts of a layer live. It cannot change a bit.
@@ -179,6 +196,10 @@ class Placement(_FromDict):
     Attributes:
         cards: device names of this process, one a card, for example ("cuda:0", "cuda:1") or
             ("cpu",).
+
+    Raises:
+        ConfigError: no sequence of names, or torch knows no device of a name.
+        Unsupported: nothing here runs on a device of that type.
     """
 
     cards: Sequence[str] = ("cpu",)
@@ -187,6 +208,8 @@ class Placement(_FromDict):
         listed = isinstance(self.cards, Sequence) and not isinstance(self.cards, str)
         names = listed and len(self.cards) > 0 and all(isinstance(c, str) and c for c in self.cards)
         _require(names, "cards", self.cards, "a non-empty sequence of device names")
+        for name in self.cards:
+            _require_device(name)
         object.__setattr__(self, "cards", tuple(self.cards))
 
 
@@ -208,8 +231,10 @@ class Limits(_FromDict):
 
 
 __all__ = [
+    "DEVICE_TYPES",
     "MAX_EXPERTS",
     "MAX_TOP_K",
+    "PRESETS",
     "Limits",
     "MoEConfig",
     "Numerics",

@@ -11,9 +11,8 @@ from exactmoe.checkpoint import (
     Quantization,
     read_layer,
 )
-from exactmoe.config import Limits, Numerics
+from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.dense import DenseMLP
-from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
 
 
@@ -50,8 +49,7 @@ def load_layer(
         ConfigError: config.json or an argument holds a value that is not allowed.
         Unsupported: well formed, but nothing here can run it.
     """
-    if isinstance(cards, str) or not cards:
-        raise ConfigError(f"cards is {cards!r}; allowed: a non-empty sequence of device names")
+    cards = Placement(cards=cards).cards
     quantization = None if quantize is None else Quantization.of(quantize)
     checkpoint = Checkpoint(path, numerics)
     weights = read_layer(checkpoint, layer, progress, quantization)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from exactmoe import env
-from exactmoe.config import Numerics
+from exactmoe.config import DEVICE_TYPES, Numerics
 from exactmoe.errors import ConfigError, Unsupported
 
 BACKENDS = ("cpu", "reference")
@@ -43,8 +43,8 @@ def choose(numerics: Numerics, device: torch.device, requested: str = "auto") ->
     """
     if requested not in ("auto", *BACKENDS):
         raise ConfigError(f"backend is {requested!r}; allowed: auto, {', '.join(BACKENDS)}")
-    if device.type != "cpu":
-        raise Unsupported(f"device {device} has no kernels in this version; devices that run: cpu")
+    if device.type not in DEVICE_TYPES:
+        raise Unsupported(f"device is {device}; this version runs on: {', '.join(DEVICE_TYPES)}")
     wanted, reason = requested, f"backend={requested!r} was asked for"
     if requested == "auto":
         wanted = env.read("EXACTMOE_BACKEND")

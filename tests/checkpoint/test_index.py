@@ -16,7 +16,7 @@ from checkpoint_maker import (
     write,
 )
 from exactmoe.checkpoint import Checkpoint
-from exactmoe.errors import CheckpointError, Unsupported
+from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-00003.safetensors"
@@ -131,9 +131,38 @@ def test_unreadable_header(tmp_path: Path, tensors: Tensors, content: bytes) -> 
 
 def test_truncated_file(tmp_path: Path, tensors: Tensors) -> None:
     file = write(tmp_path, glm_config(), tensors) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
+    whole = file.read_bytes()
+    header = int.from_bytes(whole[:8], "little") + 8
+    for size, asked in ((len(whole) - 1, len(whole)), (header, len(whole)), (header - 1, header)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(
+            CheckpointError,
+            match=f"model.safetensors cannot be read: it is truncated: {size} bytes are there, "
+            f"its header asks for {asked}; copy the file again",
+        ):
+            Checkpoint(tmp_path)
+
+
+def test_longer_than_its_header_says(tmp_path: Path, tensors: Tensors) -> None:
+    file = write(tmp_path, glm_config(), tensors) / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"0")
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read") as caught:
         Checkpoint(tmp_path)
+    assert "truncated" not in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nope is not a folder; allowed: a checkpoint folder"):
+        Checkpoint(tmp_path / "nope")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file is a file; allowed: a checkpoint folder"):
+        Checkpoint(str(tmp_path / "file"))
+
+
+def test_numerics_of_the_caller_are_not_blamed_on_a_file(tmp_path: Path, tensors: Tensors) -> None:
+    write(tmp_path, glm_config(), tensors)
+    with pytest.raises(ConfigError, match="^numerics is 'a17'; allowed: a16, a8"):
+        Checkpoint(tmp_path, "a17")
 
 
 def test_config_and_files_missing(tmp_path: Path, tensors: Tensors) -> None:

@@ -6,6 +6,7 @@ Headers are read through safetensors, values are not read here.
 
 import itertools
 import json
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,8 @@ from exactmoe.families import Family, family_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+# The longest header that safetensors reads (MAX_HEADER_SIZE in its tensor.rs).
+_MAX_HEADER = 100_000_000
 # Bits of a safetensors dtype; the names are those of its headers.
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16,
@@ -66,11 +69,16 @@ class Checkpoint:
 
     Raises:
         CheckpointError: a file is missing or unreadable, or index and files disagree.
-        ConfigError, Unsupported: config.json describes a model that cannot run here.
+        ConfigError, Unsupported: config.json describes a model that cannot run here, or `numerics`
+            is not allowed.
     """
 
     def __init__(self, path: str | Path, numerics: Numerics | str | None = None) -> None:
+        if numerics is not None:
+            # Here, so that config.json is not blamed for the caller's value.
+            numerics = Numerics.of(numerics)
         self.path = Path(path)
+        _require_folder(self.path)
         self.config = _read_json(self.path / "config.json")
         self.tensors = _read_tensors(self.path)
         try:
@@ -94,6 +102,12 @@ class Checkpoint:
         start = bisect_left(self._sorted_names, prefix)
         names = itertools.islice(self._sorted_names, start, None)
         return list(itertools.takewhile(lambda name: name.startswith(prefix), names))
+
+
+def _require_folder(path: Path) -> None:
+    if not path.is_dir():
+        what = "a file" if path.exists() else "not a folder"
+        raise CheckpointError(f"{path} is {what}; allowed: a checkpoint folder")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -180,11 +194,38 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path / file} is missing") from error
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path / file} cannot be read: {error}") from error
+        reason = _truncation(path / file) or error
+        raise CheckpointError(f"{path / file} cannot be read: {reason}") from error
     return [
         TensorInfo(name, file, dtype, shape, _nbytes(path / file, name, dtype, shape))
         for name, dtype, shape in headers
     ]
+
+
+def _truncation(file: Path) -> str | None:
+    """Bytes found and asked for where a file that safetensors refused is too short, else None.
+
+    Layout (safetensors' README, "Format"): u64 N, little-endian; N bytes of JSON; the values, whose
+    offsets count from the end of the JSON.
+    """
+    try:
+        with file.open("rb") as handle:
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
+            asked = 8 + int.from_bytes(handle.read(8), "little")
+            if size < 8 or asked > 8 + _MAX_HEADER:
+                return None
+            if size >= asked:
+                entries = json.loads(handle.read(asked - 8))
+                ends = [e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__"]
+                asked += max(ends, default=0)
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+        return None  # not a safetensors file: safetensors' own words stand
+    if size >= asked:
+        return None
+    return (
+        f"it is truncated: {size} bytes are there, its header asks for {asked}; copy the file again"
+    )
 
 
 def _nbytes(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:

@@ -4,11 +4,16 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from exactmoe.errors import Unsupported
 from exactmoe.hf import blocks
+
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason="an older torch is refused under compile"
+)
 
 
 @pytest.fixture(autouse=True)

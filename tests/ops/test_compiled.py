@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from packaging.version import Version
 
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.ops import compiled
@@ -13,6 +14,9 @@ from layers import assert_same_bits, normal, random_call
 from small_layers import VOCABULARY, small_dense, small_layer
 
 KINDS = [("score", "a16"), ("hash", "a8")]
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason="an older torch is refused under compile"
+)
 
 
 class Counter:
@@ -171,3 +175,12 @@ def test_the_operations_keep_their_word(rng):
     given = (x, None, handles[0].number, torch.bfloat16)
     torch.library.opcheck(compiled._block, given)
     torch.library.opcheck(compiled._experts, (x, *routed, handles[1].number, torch.bfloat16))
+
+
+def test_an_older_torch_is_refused(rng, monkeypatch):
+    layer = small_layer(rng)
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    with pytest.raises(
+        Unsupported, match="torch is 2.12.1.cu130; allowed under torch.compile: 2.13"
+    ):
+        compile(layer)(normal(rng, 4, layer.config.hidden_size))

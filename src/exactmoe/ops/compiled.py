@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from exactmoe.errors import Unsupported
 
+_FIRST_TORCH = Version("2.13")
 _numbers = itertools.count(1)
 _BLOCK, _EXPERTS = "_compiled_block", "_compiled_experts"
 
@@ -48,9 +50,28 @@ class Handle:
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _while_tracing(function: Callable[..., None]) -> Callable[..., None]:
+    """The function runs while torch.compile traces, never in compiled code.
+
+    This is what torch.compiler.assume_constant_result does. That decorator imports the whole
+    tracer, which would take seconds of every start.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_while_tracing
+def _require_tracer() -> None:
+    """Refuse a torch whose tracer cannot hand a module to `_bind` (seen with 2.11)."""
+    if Version(torch.__version__) < _FIRST_TORCH:
+        raise Unsupported(
+            f"torch is {torch.__version__}; allowed under torch.compile: {_FIRST_TORCH} and newer"
+        )
+
+
+@_while_tracing
 def _bind(owner: Any, attribute: str, run: Callable[..., Tensor]) -> None:
-    """Give `owner` a bound handle. Runs while torch.compile traces, never in compiled code."""
+    """Give `owner` a bound handle."""
     handle = owner.__dict__.get(attribute)
     if handle is None or (handle.owner is not None and handle.owner is not owner):
         handle = Handle()
@@ -59,7 +80,7 @@ def _bind(owner: Any, attribute: str, run: Callable[..., Tensor]) -> None:
         handle.bind(owner, run)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_while_tracing
 def refuse_out(given: bool) -> None:
     """A traced call returns a tensor of its own."""
     if given:
@@ -77,6 +98,7 @@ def block(
         owner: a layer; it keeps a handle as an attribute.
         run: function of a module or class, which runs the layer without torch.compile.
     """
+    _require_tracer()
     _bind(owner, _BLOCK, run)
     return _block(x, token_ids, getattr(owner, _BLOCK).number, dtype)  # type: ignore[no-any-return]
 
@@ -90,6 +112,7 @@ def experts(
     dtype: torch.dtype,
 ) -> Tensor:
     """The traced form of run(owner, x, expert_ids, weights), as `block`."""
+    _require_tracer()
     _bind(owner, _EXPERTS, run)
     number = getattr(owner, _EXPERTS).number
     return _experts(x, expert_ids, weights, number, dtype)  # type: ignore[no-any-return]

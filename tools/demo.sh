@@ -20,4 +20,4 @@ for model in glm5_next deepseek_v4; do
     "token are compared, not its values; one differing bit fails the demo."
   run verify "demo/$model"
 done
-say "Both models gave one bit pattern per token at every width."
+say "Every MLP block of both models gave one bit pattern per token at every width."

@@ -16,6 +16,7 @@ from exactmoe.errors import BitMismatch, CheckpointError, Unsupported
 
 COMMANDS = ("generate", "inspect", "verify")
 SOURCE = Path(app.__file__).parents[2]
+GLM = str(Path(__file__).resolve().parents[2] / "demo" / "glm5_next")
 
 
 def start(*arguments):
@@ -94,10 +95,39 @@ def test_bad_path(run, arguments, message):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["generate", "verify"])
+@pytest.mark.parametrize(
+    ("path", "extra", "message"),
+    [
+        (__file__, [], "is a file; allowed: a checkpoint folder"),
+        (str(Path(__file__).parent), [], "config.json is missing"),
+        (GLM, ["--numerics", "a17"], "--numerics is 'a17'; allowed: a16, a8\n"),
+        (GLM, ["--cards", "gpu"], "card is 'gpu'; allowed: a device name"),
+        (GLM, ["--cards", "cuda:0"], "card is 'cuda:0'; this version runs on: cpu\n"),
+    ],
+)
+def test_bad_input_is_seen_before_transformers_is_imported(
+    run, monkeypatch, command, path, extra, message
+):
+    monkeypatch.setitem(sys.modules, "exactmoe.hf", None)  # importing it raises ImportError
+    prompt = ["--prompt", "x"]
+    result = run(command, path, *prompt, *extra)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("exactmoe: ") and result.stderr.count("\n") == 1
+
+
+def test_numerics_of_inspect(run):
+    result = run("inspect", GLM, "--numerics", "a17")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "exactmoe: --numerics is 'a17'; allowed: a16, a8\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["generate", "here"],
+        ["generate", "here", "--prompt", "x", "--max-new-tokens", "-3"],
         ["generate", "here", "--prompt", "x", "--max-new-tokens", "0"],
         ["generate", "here", "--prompt", "x", "--chunk", "0"],
         ["verify", "here", "--seed", "-1"],
@@ -137,9 +167,18 @@ def test_process_ends_cleanly_at_ctrl_c(glm):
     assert "interrupted" in err and "Traceback" not in err
 
 
-def test_process_prints_json_only(glm):
-    made = start("inspect", glm, "--json")
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["inspect", GLM], "model_type", "glm5_next"),
+        (["generate", GLM, "--prompt", "x", "--max-new-tokens", "2"], "new_tokens", 2),
+        (["verify", GLM, "--prompt", "x y", "--layers", "1", "--widths", "1,2"], "ok", True),
+    ],
+)
+def test_process_prints_json_only(arguments, name, value):
+    """No progress bar and no other word, on stdout or on stderr."""
+    made = start(*arguments, "--json")
     out, err = made.communicate(timeout=120)
     assert made.returncode == 0
-    assert json.loads(out)["model_type"] == "glm5_next"
+    assert json.loads(out)[name] == value
     assert err == ""

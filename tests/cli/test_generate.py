@@ -8,7 +8,7 @@ import torch
 
 from exactmoe.errors import CheckpointError, ConfigError
 from exactmoe.hf import blocks, load_model
-from exactmoe.hf.text import generate, load_tokenizer, prompt_ids
+from exactmoe.hf.text import generate, load_tokenizer, prompt_ids, run_prompt
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 PROMPT = "def main(argv):\n    import os\n    for name in os.listdir(argv[1]):\n"
@@ -114,7 +114,7 @@ def test_no_chat_template(loaded):
 REFUSED = [
     ((0, None), "max_new_tokens is 0; allowed: from 1"),
     ((1, 0), "chunk is 0; allowed: from 1"),
-    ((1024, None), "the model has 1024 positions"),
+    ((1024, None), "the prompt has . tokens and 1024 new .*; the model has 1024 positions"),
 ]
 
 
@@ -123,6 +123,15 @@ def test_refused(loaded, arguments, message):
     model, tokenizer = loaded
     with pytest.raises(ConfigError, match=message):
         generate(model, tokenizer, prompt_ids(tokenizer, "x"), *arguments)
+
+
+def test_prompt_longer_than_the_context(loaded):
+    model, tokenizer = loaded
+    ids = torch.full((1, 1025), 7)
+    with pytest.raises(ConfigError, match="the prompt has 1025 tokens .* has 1024 positions"):
+        generate(model, tokenizer, ids, 1)
+    with pytest.raises(ConfigError, match="the prompt has 1025 tokens; the model has 1024 pos"):
+        run_prompt(model, ids)
 
 
 def test_no_tokenizer(tmp_path):
@@ -150,6 +159,15 @@ def test_json(run, demo):
     assert content["explain"]["1"]["backend"] == "cpu"
 
 
+def test_json_of_a_chunked_prompt(run, glm):
+    arguments = ("generate", glm, "--prompt", PROMPT, "--max-new-tokens", 3, "--json")
+    whole, chunked = run(*arguments), run(*arguments, "--chunk", 3)
+    assert (whole.exit_code, chunked.exit_code) == (0, 0)
+    facts = [json.loads(result.stdout) for result in (whole, chunked)]
+    assert [content["chunk"] for content in facts] == [None, 3]
+    assert facts[0]["text"] == facts[1]["text"]
+
+
 def test_text(run, glm):
     result = run("generate", glm, "--prompt", "def main(", "--max-new-tokens", 4, "--chunk", 2)
     assert result.exit_code == 0, result.stderr
@@ -162,8 +180,8 @@ def test_text(run, glm):
 
 def test_refusals_are_one_line(run, glm):
     for extra, message in [
-        (["--cards", "cpu,cpu"], "this version runs a model on one card"),
-        (["--numerics", "a4"], "numerics is 'a4'"),
+        (["--cards", "cpu,cpu"], "cards are ('cpu', 'cpu'); this version runs a model on one card"),
+        (["--numerics", "a4"], "--numerics is 'a4'; allowed: a16, a8"),
         (["--backend", "gpu"], "backend is 'gpu'; allowed: auto, cpu, reference"),
         (["--max-new-tokens", "2000"], "the model has 1024 positions"),
     ]:

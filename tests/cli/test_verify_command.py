@@ -44,6 +44,12 @@ def test_another_text_is_told_and_fails_nothing(run, glm, monkeypatch):
     result = run("verify", glm, *QUICK, "--layers", "0", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["same_text"] == {"1": True, "8": False}
+    told = run("verify", glm, *QUICK, "--layers", "0")
+    assert told.exit_code == 0, told.stderr
+    assert (
+        "told, not required: the whole model's greedy text after a prompt in chunks of 1: the same,"
+        " 8: differs (attention and norms are transformers' and may depend on the width)\n"
+    ) in told.stdout
 
 
 def test_text(run, glm):
@@ -105,6 +111,8 @@ def test_planted_fault_in_a_known_answer(run, glm, monkeypatch):
 
 
 REFUSED = [
+    (["--cards", "cpu,cpu"], "cards are ('cpu', 'cpu'); this version runs a model on one card"),
+    (["--prompt", "x = 1\n" * 300], "tokens; the model has 1024 positions"),
     (["--layers", "9"], r"--layers has [9]; allowed: [0, 1, 2, 3, 4, 5]"),
     (["--layers", "one"], "--layers is 'one'; allowed: integers separated by commas"),
     (["--widths", "0"], "widths are (0,); allowed: at least one, each from 1"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from exactmoe.cli import options
-from exactmoe.cli.output import folder_of, print_json, status
+from exactmoe.cli.output import open_checkpoint, print_json, status
 from exactmoe.dense import DenseMLP
 from exactmoe.layer import MoELayer
 
@@ -27,18 +27,19 @@ def command(
     ] = None,
 ) -> None:
     """Continue a prompt greedily, the experts packed in memory."""
-    # transformers takes seconds to import, and other commands do without it.
+    settings = running.settings()
+    folder = open_checkpoint(path, running.numerics).path
+    # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
     from exactmoe.hf.text import generate, load_tokenizer, prompt_ids, quiet
 
     if not running.debug:
         quiet()
-    folder = folder_of(path)
     tokenizer = load_tokenizer(folder)
     ids = prompt_ids(tokenizer, prompt, chat)
     with status(not running.json) as say:
         say(f"loading {path}")
-        model = load_model(str(folder), **running.settings(), progress=False)
+        model = load_model(str(folder), **settings, progress=False)
     if not running.json and not chat:
         typer.echo(prompt, nl=False)
 

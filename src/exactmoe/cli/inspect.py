@@ -54,7 +54,7 @@ def command(
     ] = False,
 ) -> None:
     """Show family, format, experts, units and bytes of each layer, and the load report."""
-    checkpoint = open_checkpoint(path, numerics)
+    checkpoint = open_checkpoint(path, options.checked_numerics(numerics))
     report = audit(checkpoint)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
     rows = _rows(checkpoint, plans, read=not headers_only, show=not common.json)

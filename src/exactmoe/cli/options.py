@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from exactmoe.config import PRESETS, Placement
 from exactmoe.errors import ConfigError
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint folder, or a hub id.")]
@@ -38,9 +39,13 @@ class Running(Common):
     )
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of load_model."""
+        """Arguments of load_model; ConfigError and Unsupported for one that is not allowed."""
         cards = tuple(part.strip() for part in self.cards.split(",") if part.strip())
-        return {"cards": cards, "numerics": self.numerics, "backend": self.backend}
+        return {
+            "cards": Placement(cards=cards).cards,
+            "numerics": checked_numerics(self.numerics),
+            "backend": self.backend,
+        }
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,6 +74,13 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
+
+
+def checked_numerics(name: str | None) -> str | None:
+    """The value of --numerics as it is; ConfigError when no class has that name."""
+    if name is not None and name not in PRESETS:
+        raise ConfigError(f"--numerics is {name!r}; allowed: {', '.join(PRESETS)}")
+    return name
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:

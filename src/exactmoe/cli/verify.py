@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from exactmoe.cli import options
-from exactmoe.cli.output import console, folder_of, print_json, status
+from exactmoe.cli.output import console, open_checkpoint, print_json, status
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
@@ -70,21 +70,30 @@ def command(
     asked_layers = None if layers is None else options.integers("--layers", layers)
     if all_layers and layers is not None:
         raise ConfigError("--all and --layers were both given; allowed: one of them")
-    # transformers takes seconds to import, and other commands do without it.
+    settings = running.settings()
+    folder = open_checkpoint(path, running.numerics).path
+    # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
-    from exactmoe.hf.text import load_tokenizer, prompt_ids, quiet, run_prompt, same_text
+    from exactmoe.hf.text import (
+        check_positions,
+        load_tokenizer,
+        prompt_ids,
+        quiet,
+        run_prompt,
+        same_text,
+    )
 
     if not running.debug:
         quiet()
     with status(not running.json) as say:
-        say("known answers")
-        reports = [known_answers(running.backend, progress=say)]
         say(f"loading {path}")
-        folder = folder_of(path)
         tokenizer = load_tokenizer(folder)
         ids = prompt_ids(tokenizer, PROMPT if prompt is None else prompt)
-        model = load_model(str(folder), **running.settings(), progress=False)
+        model = load_model(str(folder), **settings, progress=False)
+        check_positions(model, ids.shape[1])
         found = blocks(model)
+        say("known answers")
+        reports = [known_answers(running.backend, progress=say)]
         for index, layer in chosen(found, asked_layers, all_layers):
             subject = f"layer {index}: {kind_of(layer)}"
             reports.append(
@@ -142,9 +151,12 @@ def show(path: str, reports: list[Report], texts: dict[int, bool], json: bool) -
         machine = ", ".join(f"{name} {value}" for name, value in fingerprint().items())
         typer.echo(f"machine: {machine}")
         told = ", ".join(
-            f"{chunk}: {'the same' if same else 'another'} text" for chunk, same in texts.items()
+            f"{chunk}: {'the same' if same else 'differs'}" for chunk, same in texts.items()
         )
-        typer.echo(f"whole model (attention is not ours, so not required), chunks of {told}")
+        typer.echo(
+            "told, not required: the whole model's greedy text after a prompt in chunks of "
+            f"{told} (attention and norms are transformers' and may depend on the width)"
+        )
         rows, nbytes = (sum(getattr(r, n) for r in reports) for n in ("comparisons", "nbytes"))
         seconds = sum(report.seconds for report in reports)
         verdict = "all bytes equal" if ok else "BITS DIFFER"

@@ -172,9 +172,24 @@ def same_text(
 
 
 def run_prompt(model: Any, ids: Tensor) -> Tensor:
-    """One forward call of a whole prompt, ids int64 [1, T], without a cache -> logits [1, T, V]."""
+    """One forward call of a whole prompt, ids int64 [1, T], without a cache -> logits [1, T, V].
+
+    Raises:
+        ConfigError: more tokens than the model has positions for.
+    """
+    check_positions(model, ids.shape[1])
     with torch.no_grad():
         return model(input_ids=ids.to(model.device), use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def check_positions(model: Any, prompt_tokens: int, new_tokens: int = 0) -> None:
+    """ConfigError for more tokens than the model's max_position_embeddings."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and prompt_tokens + new_tokens > positions:
+        asked = f" and {new_tokens} new ones are asked for" if new_tokens else ""
+        raise ConfigError(
+            f"the prompt has {prompt_tokens} tokens{asked}; the model has {positions} positions"
+        )
 
 
 def _stop(interrupted: bool, at_end: bool) -> str:
@@ -187,12 +202,7 @@ def _check_counts(model: Any, prompt_tokens: int, new_tokens: int, chunk: int | 
     for name, value in (("max_new_tokens", new_tokens), ("chunk", chunk)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; allowed: from 1")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and prompt_tokens + new_tokens > positions:
-        raise ConfigError(
-            f"the prompt has {prompt_tokens} tokens and {new_tokens} new ones are asked for; "
-            f"the model has {positions} positions"
-        )
+    check_positions(model, prompt_tokens, new_tokens)
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -3,7 +3,11 @@
 import ctypes
 import os
 import platform
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -122,15 +126,90 @@ def test_every_piece_is_taken_once(monkeypatch):
 
 def test_an_error_in_another_thread_is_raised(monkeypatch):
     monkeypatch.setenv("EXACTMOE_THREADS", "2")
-    calls = []
+    both, caller = threading.Barrier(2), threading.get_ident()
 
     def kernel(counter: np.ndarray) -> None:
-        calls.append(counter)
-        if len(calls) == 2:
+        both.wait(20)
+        if threading.get_ident() != caller:
             raise ValueError("second thread")
 
     with pytest.raises(ValueError, match="second thread"):
         threads.launch(kernel, (), 2, 1 << 30)
+
+
+def test_one_pool_serves_every_number_of_threads(monkeypatch):
+    monkeypatch.setattr(threads, "_pool", type(threads._pool)())
+    before = set(threading.enumerate())
+    for count in (2, 5, 3, 4, 2, 5):
+        monkeypatch.setenv("EXACTMOE_THREADS", str(count))
+        together = threading.Barrier(count)
+        threads.launch(lambda counter, all=together: all.wait(20), (), count, 1 << 30)
+    deadline = time.monotonic() + 20
+    while len(set(threading.enumerate()) - before) > 4 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a smaller pool that was replaced ends on its own
+    assert len(set(threading.enumerate()) - before) == 4
+
+
+def slow_on_other_threads(started: threading.Event, finished: list[int]):
+    """A kernel that is done at once on this thread, after another one has begun, and slow there."""
+    caller = threading.get_ident()
+
+    def kernel(counter: np.ndarray) -> None:
+        if threading.get_ident() == caller:
+            assert started.wait(20)
+            return
+        started.set()
+        time.sleep(0.5)
+        finished.append(1)
+
+    return kernel
+
+
+def test_an_interrupt_while_waiting_is_raised_after_the_other_threads(monkeypatch):
+    monkeypatch.setenv("EXACTMOE_THREADS", "2")
+    interrupts, finished = [], []
+
+    def handler(*_) -> None:
+        interrupts.append(1)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            threads.launch(slow_on_other_threads(threading.Event(), finished), (), 2, 1 << 30)
+        assert finished == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(interrupts) > 1
+
+
+def test_a_thread_that_cannot_start_is_an_error_after_the_others_are_done(monkeypatch):
+    monkeypatch.setenv("EXACTMOE_THREADS", "3")
+    started, finished, submit = threading.Event(), [], ThreadPoolExecutor.submit
+    submitted = []
+
+    def second_fails(pool: ThreadPoolExecutor, *task):
+        if submitted:
+            assert started.wait(20)
+            raise RuntimeError("can't start new thread")
+        submitted.append(1)
+        return submit(pool, *task)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", second_fails)
+    with pytest.raises(RuntimeError, match="can't start"):
+        threads.launch(slow_on_other_threads(started, finished), (), 3, 1 << 30)
+    assert finished == [1]
+
+
+def test_a_thread_that_comes_too_late_computes_nothing(monkeypatch):
+    monkeypatch.setenv("EXACTMOE_THREADS", "2")
+    late, calls = [], []
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda pool, task: late.append(task))
+    threads.launch(lambda counter: calls.append(1), (), 2, 1 << 30)
+    late[0]()
+    assert (len(late), calls) == (1, [1])
 
 
 def test_a_forked_child_computes_with_threads_of_its_own(rng, monkeypatch):

@@ -6,6 +6,7 @@ kept) and puts back what it found, whatever `torch.set_flush_denormal` or a libr
 """
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,6 @@ from exactmoe import env
 from exactmoe.runtime.float_environment import default_float_environment
 
 WORK_PER_THREAD = 1 << 18  # multiply-adds that pay for waking a thread (about 20 us)
-_pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def num_threads() -> int:
@@ -30,18 +30,89 @@ def _compute(kernel: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         kernel(*arguments)
 
 
-def _pool(workers: int) -> ThreadPoolExecutor:
-    if workers not in _pools:
-        _pools[workers] = ThreadPoolExecutor(workers, thread_name_prefix="exactmoe")
-    return _pools[workers]
+class _Pool:
+    """One pool for all launches, as large as the largest of them asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._workers = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    def submit(self, workers: int, task: Callable[[], None]) -> None:
+        """task() on each of `workers` threads."""
+        with self._lock:
+            pool = self._threads
+            if pool is None or workers > self._workers:
+                smaller = pool
+                pool = ThreadPoolExecutor(workers, thread_name_prefix="exactmoe")
+                self._threads, self._workers = pool, workers
+                if smaller is not None:
+                    smaller.shutdown(wait=False)  # ends after the tasks it has
+            for _ in range(workers):
+                pool.submit(task)
 
 
-# A forked child has none of the threads that these pools believe in.
-os.register_at_fork(after_in_child=_pools.clear)
+_pool = _Pool()
+
+
+def _renew_pool() -> None:
+    global _pool
+    _pool = _Pool()
+
+
+# A forked child has none of the threads that the pool believes in.
+os.register_at_fork(after_in_child=_renew_pool)
+
+
+class _Launch:
+    """One kernel on several threads. Once `close` is back none of them touches its memory: a thread
+    that comes later finds the launch closed.
+    """
+
+    def __init__(self, kernel: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._kernel, self._arguments = kernel, arguments
+        self._door = threading.Lock()
+        self._closed = False
+        self._inside: list[threading.Lock] = []  # each is held while its thread computes
+        self._faults: list[BaseException] = []
+
+    def help(self) -> None:
+        """What a thread of the pool runs."""
+        inside = threading.Lock()
+        with inside:
+            with self._door:
+                if self._closed:
+                    return
+                self._inside.append(inside)
+            try:
+                _compute(self._kernel, self._arguments)
+            except BaseException as fault:  # noqa: BLE001 - `close` raises it
+                self._faults.append(fault)
+
+    def close(self) -> None:
+        """Waits for the threads that are inside, even through a KeyboardInterrupt, which is raised
+        afterwards; so is the first error of a thread.
+        """
+        interrupts: list[BaseException] = []
+        while True:
+            try:
+                with self._door:
+                    self._closed = True
+                for inside in self._inside:
+                    with inside:
+                        pass
+                break
+            except BaseException as interrupt:  # noqa: BLE001 - raised below
+                interrupts.append(interrupt)
+        for raised in (*interrupts, *self._faults):
+            raise raised
 
 
 def launch(kernel: Callable[..., None], arguments: tuple[Any, ...], pieces: int, work: int) -> None:
-    """Run kernel(*arguments, counter) on as many threads as pieces and multiply-adds are worth."""
+    """Run kernel(*arguments, counter) on as many threads as pieces and multiply-adds are worth.
+
+    When it returns or raises, no thread computes in the arguments any more.
+    """
     if pieces == 0:
         return
     threads = max(1, min(num_threads(), pieces, work // WORK_PER_THREAD))
@@ -49,9 +120,9 @@ def launch(kernel: Callable[..., None], arguments: tuple[Any, ...], pieces: int,
     if threads == 1:
         _compute(kernel, arguments)
         return
-    futures = [_pool(threads - 1).submit(_compute, kernel, arguments) for _ in range(threads - 1)]
+    shared = _Launch(kernel, arguments)
     try:
+        _pool.submit(threads - 1, shared.help)
         _compute(kernel, arguments)
     finally:
-        for future in futures:
-            future.result()
+        shared.close()

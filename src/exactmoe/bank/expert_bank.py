@@ -10,11 +10,13 @@ from exactmoe.formats import PackedWeight, quantize
 
 class ExpertBank(ExactModule):
     """The packed weights of E experts: gate and up [E, I, H], down [E, H, I]. Nothing is
-    dequantised or copied.
+    dequantised or copied. After a write through `.data` or numpy: `refresh()`.
 
     Raises:
         ConfigError: the three weights do not fit together (experts, sizes, devices).
     """
+
+    gate_codes: Tensor
 
     def __init__(self, gate: PackedWeight, up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class ExpertBank(ExactModule):
 
     @property
     def device(self) -> torch.device:
-        return self.gate.device
+        return self.gate_codes.device
 
     @property
     def nbytes(self) -> int:

@@ -2,10 +2,10 @@
 
 `model.to(torch.bfloat16)` must not narrow a router's bias or a global scale (field fault A16), and
 a state dict of another
-dtype must not be cast on the way in.
+dtype must not be cast on the way in. What is derived from buffers is made again when they change.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -17,14 +17,24 @@ from exactmoe.formats import PackedWeight
 _PARTS = ("codes", "scales", "global_scale")
 
 
+# Of each buffer: name, tensor, address, version (None: made in inference mode, it has no version).
+# Every operation that torch counts raises the version, those that change a shape in place too.
+Seen = list[tuple[str, Tensor | None, int, int | None]]
+
+
 class ExactModule(nn.Module):
-    """Base of all that holds weights here. Subclasses register buffers and packed weights."""
+    """Base of all that holds weights here. Subclasses register buffers and packed weights.
+
+    A buffer may be changed in place (`gate_scales.add_(1)`), exchanged or loaded between calls:
+    the next call sees it. A write that torch does not count (through `.data`, numpy or shared
+    memory) is seen after `refresh()`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._packed_meta: dict[str, tuple[str, str]] = {}
-        self._packed_cache: dict[str, PackedWeight] = {}
-        self._prepared: dict[tuple[str, str], Any] = {}
+        self._packed_cache: dict[str, tuple[Seen, PackedWeight]] = {}
+        self._prepared: dict[tuple[str, str], tuple[PackedWeight, Any]] = {}
 
     def register_packed(self, name: str, weight: PackedWeight) -> None:
         """Register a packed weight: its tensors become the buffers `name_codes`, `name_scales`,
@@ -34,24 +44,68 @@ class ExactModule(nn.Module):
         for part in _PARTS:
             self.register_buffer(f"{name}_{part}", getattr(weight, part))
         self._packed_meta[name] = (weight.format, weight.global_scale_op)
-        self._packed_cache[name] = weight
+        self._packed_cache[name] = (self._seen(_part_names(name)), weight)
 
     def packed(self, name: str) -> PackedWeight:
         """The packed weight over the buffers as they are now."""
-        if name not in self._packed_cache:
+        kept = self._packed_cache.get(name)
+        if kept is None or self._changed(kept[0]):
             format, global_scale_op = self._packed_meta[name]
+            seen = self._seen(_part_names(name))
             parts = {part: getattr(self, f"{name}_{part}") for part in _PARTS}
-            self._packed_cache[name] = PackedWeight(
-                format=format, global_scale_op=global_scale_op, **parts
-            )
-        return self._packed_cache[name]
+            kept = seen, PackedWeight(format=format, global_scale_op=global_scale_op, **parts)
+            self._packed_cache[name] = kept
+        return kept[1]
 
     def prepared(self, name: str, backend: str, prepare: Callable[[PackedWeight], Any]) -> Any:
         """What a backend's `prepare` makes of a packed weight, once until the buffers change."""
-        key = (name, backend)
-        if key not in self._prepared:
-            self._prepared[key] = prepare(self.packed(name))
-        return self._prepared[key]
+        weight = self.packed(name)
+        kept = self._prepared.get((name, backend))
+        if kept is None or kept[0] is not weight:
+            kept = weight, prepare(weight)
+            self._prepared[name, backend] = kept
+        return kept[1]
+
+    def refresh(self) -> None:
+        """Read all weights again, here and in all parts: for writes that torch does not count.
+
+        Raises:
+            ConfigError: a weight has values that are not allowed.
+        """
+        for module in self.modules():
+            if isinstance(module, ExactModule):
+                module._forget()
+                module._check()
+
+    def _seen(self, names: Iterable[str]) -> Seen:
+        """What some buffers are now, for `_changed`."""
+        seen: Seen = []
+        for name in names:
+            tensor = self._buffers[name]
+            if tensor is None:
+                seen.append((name, None, 0, None))
+            else:
+                version = None if tensor.is_inference() else tensor._version
+                seen.append((name, tensor, tensor.data_ptr(), version))
+        return seen
+
+    def _changed(self, seen: Seen) -> bool:
+        """Whether a buffer is another one now, or has been written. Takes well under a microsecond
+        a buffer: every call asks.
+        """
+        buffers = self._buffers
+        for name, tensor, address, version in seen:
+            if buffers[name] is not tensor:
+                return True
+            if tensor is not None and (
+                tensor.data_ptr() != address or (version is not None and tensor._version != version)
+            ):
+                return True
+        return False
+
+    def _check(self) -> None:
+        for name in self._packed_meta:
+            self.packed(name)  # checks the values
 
     def _forget(self) -> None:
         self._packed_cache.clear()
@@ -74,12 +128,15 @@ class ExactModule(nn.Module):
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()
-        for name in self._packed_meta:
-            self.packed(name)  # checks the values
+        self._check()
 
     def __getstate__(self) -> dict[str, Any]:
         # Caches point into live memory: a copy or an unpickled module makes its own.
         return {**self.__dict__, "_packed_cache": {}, "_prepared": {}}
+
+
+def _part_names(name: str) -> list[str]:
+    return [f"{name}_{part}" for part in _PARTS]
 
 
 def _detached(weight: PackedWeight) -> PackedWeight:

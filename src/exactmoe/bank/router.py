@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exactmoe.bank.module import ExactModule
+from exactmoe.bank.module import ExactModule, Seen
 from exactmoe.config import RouterConfig
 from exactmoe.errors import ConfigError
 
@@ -64,7 +64,8 @@ class Router(ExactModule):
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("table", None if table is None else table.long())
         # The f32 copy is what the CPU's dots read; bf16 to f32 is exact.
-        self._weight_f32: Tensor | None = None
+        self._weight_f32: tuple[Seen, Tensor] | None = None
+        self._table_seen: Seen | None = self._seen(("table",))
 
     @property
     def num_experts(self) -> int:
@@ -76,14 +77,34 @@ class Router(ExactModule):
 
     @property
     def weight_f32(self) -> Tensor:
-        """The weight as float32 [E, H], exact; made once."""
-        if self._weight_f32 is None:
-            self._weight_f32 = self.weight.float()
-        return self._weight_f32
+        """The weight as float32 [E, H], exact; made once until the weight changes."""
+        kept = self._weight_f32
+        if kept is None or self._changed(kept[0]):
+            seen = self._seen(("weight",))
+            kept = self._weight_f32 = (seen, self.weight.float())
+        return kept[1]
+
+    @property
+    def checked_table(self) -> Tensor | None:
+        """The table; its ids are checked once until it changes.
+
+        Raises:
+            ConfigError: an id is outside [0, E).
+        """
+        if self._table_seen is None or self._changed(self._table_seen):
+            seen = self._seen(("table",))
+            if self.table is not None:
+                _check_table(self.table, self.num_experts)
+            self._table_seen = seen
+        return self.table
+
+    def _check(self) -> None:
+        super()._check()
+        _ = self.checked_table
 
     def _forget(self) -> None:
         super()._forget()
-        self._weight_f32 = None
+        self._weight_f32, self._table_seen = None, None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         table = state_dict.get(prefix + "table")
@@ -92,7 +113,7 @@ class Router(ExactModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_weight_f32": None}
+        return {**super().__getstate__(), "_weight_f32": None, "_table_seen": None}
 
     def extra_repr(self) -> str:
         kind = "hash" if self.table is not None else "score"

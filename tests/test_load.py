@@ -97,6 +97,9 @@ def test_refusals(tmp_path: Path, rng: torch.Generator) -> None:
     path = write(tmp_path, glm_config(), glm_tensors(rng))
     with pytest.raises(ConfigError, match="layer is 9; allowed: 0 to 2"):
         load_layer(path, 9)
+    for layer in ("2", 1.0, True, None):
+        with pytest.raises(ConfigError, match=rf"layer is {layer!r}; allowed: an integer"):
+            load_layer(path, layer)
     with pytest.raises(ConfigError, match="cards is 'cpu'"):
         load_layer(path, 1, cards="cpu")
     for layer in (0, 1):  # dense, MoE

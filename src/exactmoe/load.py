@@ -13,6 +13,7 @@ from exactmoe.checkpoint import (
 )
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.dense import DenseMLP
+from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
 
 
@@ -50,6 +51,8 @@ def load_layer(
         Unsupported: well formed, but nothing here can run it.
     """
     cards = Placement(cards=cards).cards
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        raise ConfigError(f"layer is {layer!r}; allowed: an integer, the index of a layer")
     quantization = None if quantize is None else Quantization.of(quantize)
     checkpoint = Checkpoint(path, numerics)
     weights = read_layer(checkpoint, layer, progress, quantization)

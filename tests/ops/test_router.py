@@ -83,6 +83,34 @@ def test_hash_layers_take_the_tables_ids_even_repeated(config, rng):
     assert ids.tolist() == weights.table[tokens].tolist()
 
 
+@pytest.mark.parametrize("wrong", [-1, 30, 2**40, -(2**63), 2**63 - 1])
+def test_a_token_id_outside_the_table_reads_nothing_and_is_reported(wrong, rng):
+    """The door checks token ids, but their owner may write them while the call runs."""
+    weights = random_weights(rng, 12, 64)
+    weights.bias, weights.table = None, torch.randint(0, 12, (30, 3), generator=rng)
+    x = torch.randn(4, 64, generator=rng).bfloat16().float()
+    tokens = torch.tensor([4, 0, 29, 11])
+    ids, values = compare(x, weights, 3, Numerics(), tokens)
+    tokens[1] = wrong
+    found = route("cpu", x, weights, 3, token_ids=tokens)
+    assert found[0][1].tolist() == [12] * 3  # no expert: the route table reports it
+    assert found[1][1].tolist() == [0.0] * 3
+    for before, after in zip((ids, values), found, strict=True):
+        assert_same_bits(after[[0, 2, 3]], before[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("wrong", [-1, 12, 2**40])
+def test_an_id_in_the_table_that_no_expert_has_reads_nothing_and_is_reported(wrong, rng):
+    weights = random_weights(rng, 12, 64)
+    weights.bias, weights.table = None, torch.randint(0, 12, (30, 3), generator=rng)
+    weights.table[0, 1] = wrong
+    x = torch.randn(2, 64, generator=rng).bfloat16().float()
+    ids, values = route("cpu", x, weights, 3, token_ids=torch.tensor([0, 4]))
+    assert ids[0].tolist() == [int(weights.table[0, 0]), 12, int(weights.table[0, 2])]
+    assert values[0, 1] == 0.0
+    assert ids[1].tolist() == weights.table[4].tolist()
+
+
 def test_equal_keys_go_to_the_lower_id(rng):
     x = torch.zeros(3, 32)
     weights = random_weights(rng, 300, 32)

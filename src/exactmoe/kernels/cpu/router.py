@@ -87,7 +87,9 @@ def select(
     """logits float32 [T, E], bias float32 [E] or [0], table int64 [V, K] or [0, K] with token_ids
     int64 [T] or [0].
 
-    expert_ids int32 [T, K] and weights float32 [T, K] are written.
+    expert_ids int32 [T, K] and weights float32 [T, K] are written. A token id that is no row of the
+    table, or an id in it that no expert has, gives id E and weight 0: absent, and the route table
+    reports it. A caller checks both first; another thread may write them meanwhile.
     """
     num_tokens, num_experts = logits.shape
     top_k = expert_ids.shape[1]
@@ -107,7 +109,11 @@ def select(
         total = _ZERO
         for k in range(top_k):
             if table.shape[0]:
-                best = np.int64(table[token_ids[token], k])
+                row = token_ids[token]
+                best = table[row, k] if 0 <= row < table.shape[0] else np.int64(-1)
+                if best < 0 or best >= num_experts:
+                    expert_ids[token, k] = num_experts
+                    continue
             else:
                 best = np.int64(-1)
                 for e in range(num_experts):
@@ -117,6 +123,9 @@ def select(
             expert_ids[token, k] = best
             total = _rounded(total + scores[best], ladder)
         for k in range(top_k):
+            if expert_ids[token, k] == num_experts:
+                weights[token, k] = _ZERO
+                continue
             weight = scores[expert_ids[token, k]]
             if normalize:
                 weight = _rounded(weight / (total + _TINY), ladder)

@@ -1,10 +1,21 @@
 """What MoELayer, DenseMLP and Router refuse, with the value and what is allowed in the message."""
 
+import numpy as np
 import pytest
 import torch
 
-from exactmoe import DenseMLP, ExpertBank, MoELayer, PackedWeight, Placement, Router, RouterConfig
+from exactmoe import (
+    DenseMLP,
+    ExpertBank,
+    Limits,
+    MoELayer,
+    PackedWeight,
+    Placement,
+    Router,
+    RouterConfig,
+)
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.runtime.workspace import arena
 from layers import assert_same_bits, fp8_blocks, layer_of, normal, random_bank, random_call
 
 SIGMOID = RouterConfig(score="sigmoid")
@@ -27,6 +38,7 @@ BAD_X = [
     (lambda x: x.to("meta"), ConfigError, "meta.*cpu"),
     (lambda x: x.clone().requires_grad_(), Unsupported, "gradient"),
     (lambda x: x.tolist(), ConfigError, "list.*tensor"),
+    (lambda x: x.to_sparse(), ConfigError, r"x has layout torch\.sparse_coo.*torch\.strided"),
 ]
 
 
@@ -142,6 +154,54 @@ def test_out_may_not_share_memory_with_ids_or_weights(rng):
     shared_ids = memory.view(torch.int32)[-12:].view(6, 2).copy_(ids)
     with pytest.raises(ConfigError, match="out shares memory with expert_ids"):
         layer.experts(x, shared_ids, weights, out=memory[: 6 * 64].view(6, 64))
+
+
+def test_out_may_not_share_memory_with_token_ids(rng):
+    table = torch.randint(5, (30, 2), generator=rng)
+    router = Router(normal(rng, 5, 64), table=table, config=SIGMOID)
+    bank, limits = random_bank(rng, "nvfp4", 5, 64, 32), Limits(max_rows=1)
+    layer = layer_of(bank, 2, "cpu", router=router, limits=limits)
+    memory = torch.zeros(6 * 64 * 2, dtype=torch.uint8)
+    out, token_ids = memory.view(torch.bfloat16).view(6, 64), memory[128 : 128 + 48]
+    with pytest.raises(ConfigError, match="out shares memory with token_ids"):
+        layer(normal(rng, 6, 64), token_ids.view(torch.int64), out=out)
+
+
+def test_out_may_not_overlap_memory_that_another_storage_holds(layer, rng):
+    memory = np.zeros((20, 64), np.int16)
+    x, ids, weights = random_call(rng, layer, 6)
+    shared_x = torch.from_numpy(memory[1:7]).view(torch.bfloat16).copy_(x)
+    calls = (layer, layer.shared, lambda x, out: layer.experts(x, ids, weights, out))
+    for call in calls:
+        for first in (0, 1, 6):
+            out = torch.from_numpy(memory[first : first + 6]).view(torch.bfloat16)
+            with pytest.raises(ConfigError, match="out shares memory with x"):
+                call(shared_x, out=out)
+        apart = torch.from_numpy(memory[7:13]).view(torch.bfloat16)
+        assert_same_bits(call(shared_x, out=apart), call(x, out=torch.empty_like(x)))
+
+
+def test_out_may_not_be_memory_of_the_layer(rng):
+    parts = [normal(rng, *size) for size in ((5, 64, 64), (5, 64, 64), (5, 64, 64))]
+    bank = ExpertBank(*(PackedWeight("bf16", part) for part in parts))
+    shared = DenseMLP(*(normal(rng, 64, 64) for _ in range(3)))
+    layer = layer_of(
+        bank, 2, "cpu", router=Router(normal(rng, 6, 64)[:5], config=SIGMOID), shared=shared
+    )
+    x, ids, weights = random_call(rng, layer, 5)
+    workspace = arena(torch.device("cpu"))._buffer[:640].view(torch.bfloat16).view(5, 64)
+    for name, out in (
+        (r"the layer's bank\.down_codes", bank.down_codes.view(-1, 64)[:5]),
+        (r"the layer's router\.weight", layer.router.weight),
+        (r"the layer's shared\.bank\.up_codes", shared.bank.up_codes[0, 3:8]),
+        ("the workspace", workspace),
+    ):
+        for call in (layer, lambda x, out: layer.experts(x, ids, weights, out)):
+            with pytest.raises(ConfigError, match=f"out shares memory with {name}"):
+                call(x, out=out)
+    for name, out in (("bank.gate_codes", shared.bank.gate_codes[0, :5]), ("", workspace)):
+        with pytest.raises(ConfigError, match=f"out shares memory with .*{name}"):
+            shared(x, out=out)
 
 
 def test_no_tokens_with_out(layer):

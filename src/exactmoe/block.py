@@ -3,7 +3,7 @@
 A call is cut into pieces of `max_rows` tokens that run in the workspace of the block's device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,13 +16,22 @@ from exactmoe.runtime.workspace import Arena, Region, arena, total_bytes
 
 
 class Block(ExactModule):
-    """What MoELayer and DenseMLP share: a backend, a workspace, and calls cut into pieces."""
+    """What MoELayer and DenseMLP share: a backend, a workspace, and calls cut into pieces.
+
+    Weights may be changed in place or exchanged between calls; call `refresh()` after a write
+    through `.data` or numpy, which torch does not count.
+    """
 
     def __init__(self, limits: Limits | None, backend: str) -> None:
         super().__init__()
-        self.limits = limits or Limits()
+        self._limits = limits or Limits()
         self.backend = backend
-        self._views: tuple[int, dict[str, Tensor]] | None = None
+        self._views: tuple[int, int, dict[str, Tensor]] | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """Tokens a piece, and checks. `reserve` changes the tokens."""
+        return self._limits
 
     @property
     def device(self) -> torch.device:
@@ -42,25 +51,49 @@ class Block(ExactModule):
         return total_bytes(self.regions(max_rows or self.limits.max_rows))
 
     def reserve(self, max_rows: int) -> None:
-        """Set the tokens a piece and make the device's arena large enough. Not inside a call, not
-        while capturing.
+        """Set the tokens a piece and make the device's arena large enough. Waits for the calls of
+        other threads; not while capturing.
+
+        Raises:
+            ConfigError: max_rows is no positive integer.
+            Unsupported: the memory could not be allocated, or a call is running on this thread. The
+                layer is as it was.
         """
-        self.limits = Limits(max_rows=max_rows, checks=self.limits.checks)
-        self._views = None
-        self._arena().reserve(self.workspace_bytes())
+        limits = Limits(max_rows=max_rows, checks=self.limits.checks)
+
+        def assign() -> None:
+            self._limits = limits
+
+        self._arena().reserve(self.workspace_bytes(max_rows), assign)
 
     def _arena(self) -> Arena:
         return arena(self.device)
 
-    def _workspace(self) -> dict[str, Tensor]:
-        held = self._arena()
-        if self._views is None or self._views[0] != held.generation:
-            self._views = (held.generation, held.views(self.regions(self.limits.max_rows)))
-        return self._views[1]
+    def _workspace(self, max_rows: int) -> dict[str, Tensor]:
+        held, kept = self._arena(), self._views
+        if kept is None or kept[:2] != (held.generation, max_rows):
+            kept = self._views = (held.generation, max_rows, held.views(self.regions(max_rows)))
+        return kept[2]
 
-    def _pieces(self, num_tokens: int) -> Iterator[slice]:
-        for start in range(0, num_tokens, self.limits.max_rows):
-            yield slice(start, min(start + self.limits.max_rows, num_tokens))
+    def _in_pieces(
+        self, num_tokens: int, compute: Callable[[dict[str, Tensor], slice], None]
+    ) -> None:
+        """compute(space, piece) for each piece of a call, in the workspace, with no other call in
+        between.
+        """
+
+        def pieces() -> None:
+            max_rows = self.limits.max_rows  # once: all pieces have this size
+            space = self._workspace(max_rows)
+            for start in range(0, num_tokens, max_rows):
+                compute(space, slice(start, min(start + max_rows, num_tokens)))
+
+        self._arena().exclusively(pieces)
+
+    def _own_memory(self) -> dict[str, Tensor]:
+        """What a caller's `out` may not lie in: the weights and the workspace."""
+        own = {f"the layer's {name}": buffer for name, buffer in self.named_buffers()}
+        return {**own, "the workspace": self._arena().memory}
 
     def _forget(self) -> None:
         super()._forget()

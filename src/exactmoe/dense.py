@@ -85,13 +85,14 @@ class DenseMLP(Block):
             dtype = OUTPUT_DTYPES[self.numerics.output]
             return compiled.block(self, DenseMLP.forward, x, None, dtype)
         check_x(x, self.hidden_size, self.device)
-        y = output(out, {"x": x}, self.hidden_size, self.numerics.output)
+        own = {} if out is None else self._own_memory()
+        y = output(out, {"x": x}, own, self.hidden_size, self.numerics.output)
         path = ops.path(self.plan().backend)
-        with self._arena().lock:
-            space = self._workspace()
-            for piece in self._pieces(x.shape[0]):
-                dense = self.run(path, space, x[piece])
-                path.finish(dense, y[piece])
+
+        def compute(space: dict[str, Tensor], piece: slice) -> None:
+            path.finish(self.run(path, space, x[piece]), y[piece])
+
+        self._in_pieces(x.shape[0], compute)
         return y
 
     def run(

@@ -188,19 +188,23 @@ class MoELayer(Block):
             return compiled.block(self, MoELayer.forward, x, token_ids, dtype)
         router = self._require_router()
         check_x(x, self.config.hidden_size, self.device)
-        check_token_ids(token_ids, x.shape[0], router.table)
-        y = output(out, {"x": x}, self.config.hidden_size, self.numerics.output)
+        check_token_ids(token_ids, x.shape[0], router.checked_table)
+        inputs = {"x": x}
+        if token_ids is not None and router.table is not None:
+            inputs["token_ids"] = token_ids
+        y = self._output(out, inputs)
         path = ops.path(self.plan().backend)
-        with self._arena().lock:
-            space = self._workspace()
-            for piece in self._pieces(x.shape[0]):
-                ids, weights = self._route(path, space, x[piece], _piece_of(token_ids, piece))
-                shared = (
-                    None
-                    if self.shared is None
-                    else self.shared.run(path, space, x[piece], x_is_staged=True)
-                )
-                self._experts(path, space, ids, weights, shared, y[piece])
+
+        def compute(space: dict[str, Tensor], piece: slice) -> None:
+            ids, weights = self._route(path, space, x[piece], _piece_of(token_ids, piece))
+            shared = (
+                None
+                if self.shared is None
+                else self.shared.run(path, space, x[piece], x_is_staged=True)
+            )
+            self._experts(path, space, ids, weights, shared, y[piece])
+
+        self._in_pieces(x.shape[0], compute)
         return self._finished(y)
 
     def experts(
@@ -218,33 +222,32 @@ class MoELayer(Block):
             return compiled.experts(self, MoELayer.experts, x, expert_ids, weights, dtype)
         check_x(x, self.config.hidden_size, self.device)
         check_routes(expert_ids, weights, x.shape[0], self.config.top_k, self.device)
-        inputs = {"x": x, "expert_ids": expert_ids, "weights": weights}
-        y = output(out, inputs, self.config.hidden_size, self.numerics.output)
+        y = self._output(out, {"x": x, "expert_ids": expert_ids, "weights": weights})
         path = ops.path(self.plan().backend)
-        with self._arena().lock:
-            space = self._workspace()
-            for piece in self._pieces(x.shape[0]):
-                ids, staged_weights = self._stage(
-                    space, x[piece], expert_ids[piece], weights[piece]
-                )
-                self._experts(path, space, ids, staged_weights, None, y[piece])
+
+        def compute(space: dict[str, Tensor], piece: slice) -> None:
+            staged = self._stage(space, x[piece], expert_ids[piece], weights[piece])
+            self._experts(path, space, *staged, None, y[piece])
+
+        self._in_pieces(x.shape[0], compute)
         return self._finished(y)
 
     def route(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The router alone: x bf16 [T, H] -> expert_ids int32 [T, K], weights float32 [T, K]."""
         router = self._require_router()
         check_x(x, self.config.hidden_size, self.device)
-        check_token_ids(token_ids, x.shape[0], router.table)
+        check_token_ids(token_ids, x.shape[0], router.checked_table)
         shape = (x.shape[0], self.config.top_k)
         expert_ids = torch.empty(shape, dtype=torch.int32, device=x.device)
         weights = torch.empty(shape, dtype=torch.float32, device=x.device)
         path = ops.path(self.plan().backend)
-        with self._arena().lock:
-            space = self._workspace()
-            for piece in self._pieces(x.shape[0]):
-                ids, values = self._route(path, space, x[piece], _piece_of(token_ids, piece))
-                expert_ids[piece].copy_(ids)
-                weights[piece].copy_(values)
+
+        def compute(space: dict[str, Tensor], piece: slice) -> None:
+            ids, values = self._route(path, space, x[piece], _piece_of(token_ids, piece))
+            expert_ids[piece].copy_(ids)
+            weights[piece].copy_(values)
+
+        self._in_pieces(x.shape[0], compute)
         return expert_ids, weights
 
     def _stage(
@@ -312,6 +315,10 @@ class MoELayer(Block):
         slots = space["slots"][:num_slots]
         path.down(h_rows, down, routes, numerics, slots)
         path.combine(slots, (ids, weights), self.config.num_experts, numerics, shared, y)
+
+    def _output(self, out: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
+        own = {} if out is None else self._own_memory()
+        return output(out, inputs, own, self.config.hidden_size, self.numerics.output)
 
     def _finished(self, y: Tensor) -> Tensor:
         if self.limits.checks:

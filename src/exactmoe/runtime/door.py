@@ -13,6 +13,8 @@ OUTPUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 def _require_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ConfigError(f"{name} is {type(value).__name__}; allowed: a tensor")
+    if value.layout != torch.strided:
+        raise ConfigError(f"{name} has layout {value.layout}; allowed: torch.strided")
 
 
 def _require_place(name: str, value: Tensor, device: torch.device) -> None:
@@ -83,10 +85,15 @@ def check_token_ids(token_ids: Tensor | None, num_tokens: int, table: Tensor | N
 
 
 def output(
-    out: Tensor | None, inputs: Mapping[str, Tensor], hidden_size: int, output_type: str
+    out: Tensor | None,
+    inputs: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    hidden_size: int,
+    output_type: str,
 ) -> Tensor:
     """`out` after checks, or a new y: [T, hidden_size] of the output type, the only allocation of a
-    call. `inputs` are the call's tensors by name, x among them; `out` may share memory with none.
+    call. `inputs` are the call's tensors by name, x among them, and `own` those of the layer; `out`
+    may share memory with none.
     """
     x = inputs["x"]
     shape, dtype = (x.shape[0], hidden_size), OUTPUT_DTYPES[output_type]
@@ -105,8 +112,21 @@ def output(
             f"allowed: {dtype} {shape} on {x.device}, contiguous"
         )
     _require_place("out", out, x.device)
-    memory = out.untyped_storage().data_ptr()
-    for name, given in inputs.items():
-        if out.numel() and given.untyped_storage().data_ptr() == memory:
+    if not out.numel():
+        return out
+    start, end = _storage_addresses(out)
+    for name, given in (*inputs.items(), *own.items()):
+        other_start, other_end = _storage_addresses(given)
+        if max(start, other_start) < min(end, other_end):
             raise ConfigError(f"out shares memory with {name}; allowed: memory of its own")
     return out
+
+
+def _storage_addresses(tensor: Tensor) -> tuple[int, int]:
+    """First address of a tensor's storage and the one after its last.
+
+    Two storages may overlap: each numpy view given to torch makes one.
+    """
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()

@@ -140,6 +140,11 @@ def main() -> None:
     eager = eager_experts(bank, args.top_k)
     print(f"{processor()}, {args.threads} threads, torch {torch.__version__}")
     print(f"H {hidden}, I {inner}, {experts} experts, top {args.top_k}, {args.numerics}, NVFP4")
+    as_bf16 = 2 * 3 * hidden * inner * experts
+    print(
+        f"experts in memory: {bank.nbytes / as_bf16:.3f} of their bf16 bytes; "
+        f"workspace {layer.workspace_bytes() / 2**20:.0f} MiB ({layer.limits.max_rows} rows)"
+    )
     print("tokens  ours ms  eager bf16 ms  faster  our error  eager error")
     for tokens in args.tokens:
         inputs = [random_inputs(tokens, args, rng) for _ in range(ROTATED)]

@@ -1,17 +1,23 @@
 """ExactMoE: MLP layers of FP4 mixture-of-experts models, one bit pattern per token at every width.
 
-`load_model` brings in transformers, so it is imported only when it is used.
+A name is imported when it is first used: torch, and transformers for `load_model`, take seconds,
+and the command line has to stand before they come.
 """
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from exactmoe.bank import ExpertBank, Router, quantize_experts
-from exactmoe.config import Limits, MoEConfig, Numerics, Placement, RouterConfig
-from exactmoe.dense import DenseMLP
-from exactmoe.formats import PackedWeight
-from exactmoe.layer import MoELayer
-from exactmoe.load import load_layer
-from exactmoe.proof import verify
+from exactmoe import errors as errors
+
+if TYPE_CHECKING:
+    from exactmoe.bank import ExpertBank, Router, quantize_experts
+    from exactmoe.config import Limits, MoEConfig, Numerics, Placement, RouterConfig
+    from exactmoe.dense import DenseMLP
+    from exactmoe.formats import PackedWeight
+    from exactmoe.hf import load_model
+    from exactmoe.layer import MoELayer
+    from exactmoe.load import load_layer
+    from exactmoe.proof.verify import verify
 
 __all__ = [
     "DenseMLP",
@@ -30,10 +36,26 @@ __all__ = [
     "verify",
 ]
 
+_HOMES = {
+    "bank": ("ExpertBank", "Router", "quantize_experts"),
+    "config": ("Limits", "MoEConfig", "Numerics", "Placement", "RouterConfig"),
+    "dense": ("DenseMLP",),
+    "formats": ("PackedWeight",),
+    "hf": ("load_model",),
+    "layer": ("MoELayer",),
+    "load": ("load_layer",),
+    "proof": ("verify",),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "load_model":
-        from exactmoe.hf import load_model
-
-        return load_model
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            globals()[name] = value
+            return value
     raise AttributeError(f"module 'exactmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

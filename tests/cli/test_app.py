@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import exactmoe.cli
 from exactmoe.cli import app
 from exactmoe.errors import BitMismatch, CheckpointError, Unsupported
 
@@ -182,3 +183,24 @@ def test_process_prints_json_only(arguments, name, value):
     assert made.returncode == 0
     assert json.loads(out)[name] == value
     assert err == ""
+
+
+def test_ctrl_c_while_the_commands_are_imported(monkeypatch, capsys):
+    class Interrupted:
+        def find_spec(self, name, path, target=None):
+            if name == "exactmoe.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "exactmoe.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        exactmoe.cli.main(["--version"])
+    assert stopped.value.code == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_nothing_slow_is_imported_outside_of_that_guard():
+    code = "import sys, exactmoe.cli; print({'torch', 'numba', 'typer', 'rich'} & set(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert shown.stdout == b"set()\n", shown

@@ -1,5 +1,20 @@
 """The command line: `exactmoe COMMAND`. cli/app.py has the table of commands."""
 
-from exactmoe.cli.app import main
+import sys
+from collections.abc import Sequence
 
-__all__ = ["main"]
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; ctrl-C ends it with status 130, at the start as later."""
+    try:
+        # It brings in torch, which takes seconds: here, so that ctrl-C meanwhile is no traceback.
+        from exactmoe.cli.app import main as run
+
+        run(arguments)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+__all__ = ["INTERRUPTED", "main"]

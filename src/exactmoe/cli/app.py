@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from exactmoe.cli import generate, inspect, options, verify
+from exactmoe.cli import INTERRUPTED, generate, inspect, options, verify
 from exactmoe.errors import BitMismatch, ExactMoEError
 from exactmoe.proof.machine import package_version
 
@@ -20,7 +20,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect.command,
     "verify": verify.command,
 }
-MISMATCH, BAD_INPUT, INTERRUPTED = 1, 2, 130
+MISMATCH, BAD_INPUT = 1, 2
 
 
 def _version(asked: bool) -> None:

@@ -5,12 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from exactmoe.cli import options
+from exactmoe.cli import INTERRUPTED, options
 from exactmoe.cli.output import open_checkpoint, print_json, status
 from exactmoe.dense import DenseMLP
 from exactmoe.layer import MoELayer
 
-INTERRUPTED = 130
 _BF16_BYTES = 2
 
 

@@ -138,3 +138,21 @@ def test_a_table_changed_to_ids_that_no_expert_has_is_refused(backend, rng):
     for call in (layer, layer.route):
         with pytest.raises(ConfigError, match="row 4, column 1 is 1099511627776; allowed: 0 to 3"):
             call(x, tokens)
+
+
+@pytest.mark.parametrize("part", ["bank.gate_codes", "router.weight"])
+def test_a_buffer_whose_memory_was_given_back_is_refused(part, rng):
+    layer, x = make(rng), normal(rng, 5, 64)
+    layer(x)
+    layer.get_buffer(part).untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=f"{part.split('.')[1]} has no memory"):
+        layer(x)
+
+
+def test_a_router_on_meta_is_filled_later(rng):
+    router = Router(normal(rng, 4, 64), table=torch.randint(4, (9, 2)), config=SIGMOID)
+    empty = copy.deepcopy(router).to("meta")
+    empty.refresh()
+    empty.load_state_dict(router.state_dict(), assign=True)
+    assert_same_bits(empty.weight_f32, router.weight.float())
+    assert_same_bits(empty.checked_table, router.table)

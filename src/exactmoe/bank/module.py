@@ -78,13 +78,18 @@ class ExactModule(nn.Module):
                 module._check()
 
     def _seen(self, names: Iterable[str]) -> Seen:
-        """What some buffers are now, for `_changed`."""
+        """What some buffers are now, for `_changed`. ConfigError: one has lost its memory."""
         seen: Seen = []
         for name in names:
             tensor = self._buffers[name]
             if tensor is None:
                 seen.append((name, None, 0, None))
             else:
+                if tensor.data_ptr() == 0 and tensor.numel() and tensor.device.type != "meta":
+                    raise ConfigError(
+                        f"{name} has no memory (its storage holds "
+                        f"{tensor.untyped_storage().nbytes()} bytes); allowed: {tensor.nbytes} bytes"
+                    )
                 version = None if tensor.is_inference() else tensor._version
                 seen.append((name, tensor, tensor.data_ptr(), version))
         return seen

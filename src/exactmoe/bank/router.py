@@ -93,7 +93,7 @@ class Router(ExactModule):
         """
         if self._table_seen is None or self._changed(self._table_seen):
             seen = self._seen(("table",))
-            if self.table is not None:
+            if self.table is not None and self.table.device.type != "meta":
                 _check_table(self.table, self.num_experts)
             self._table_seen = seen
         return self.table

@@ -87,8 +87,9 @@ class ExactModule(nn.Module):
             else:
                 if tensor.data_ptr() == 0 and tensor.numel() and tensor.device.type != "meta":
                     raise ConfigError(
-                        f"{name} has no memory (its storage holds "
-                        f"{tensor.untyped_storage().nbytes()} bytes); allowed: {tensor.nbytes} bytes"
+                        f"{name} has no memory (its storage was resized to "
+                        f"{tensor.untyped_storage().nbytes()} bytes); "
+                        f"allowed: {tensor.nbytes} bytes"
                     )
                 version = None if tensor.is_inference() else tensor._version
                 seen.append((name, tensor, tensor.data_ptr(), version))

@@ -1,0 +1,175 @@
+"""One projection of one tile: acc[M, N] += W[M, k] x[k, N], weights on the M side, k ascending.
+
+M rows of the weight, N tokens. The chains of contract section 4: `a16` one float32 chain; a SCALED
+call (`a8`: x in e4m3 codes) and an fp8 weight one chain per 128 of k, acc = fma(chain, scale, acc)
+from +0; a DENSE call anew from +0 every 4096 of k, added ascending. A k tile that reaches past the
+row has zeros on both operands.
+
+A weight is the tuple `Weight` of ops/triton/prepare.py.
+"""
+
+import triton
+import triton.language as tl
+
+from exactmoe.kernels.triton.unpack import e4m3_value, fp4_operand
+
+# The interpreter multiplies bfloat16 as integers: there the operands enter the dot as float32.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+SCALE_GROUP = tl.constexpr(128)
+DENSE_SEGMENT = tl.constexpr(4096)
+# What unpack.py left out of an NVFP4 operand.
+_NVFP4_UNIT = tl.constexpr(2.0**8)
+
+
+@triton.jit
+def weight_rows(weight, expert, row, FORMAT: tl.constexpr):
+    """Of rows [M] of an expert: pointers to their codes and block scales, and p + 127 int32 [M]."""
+    codes, scales, exponents, _, codes_expert, codes_row, scales_expert, scales_row = weight
+    expert = expert.to(tl.int64)
+    row = row.to(tl.int64)
+    scale_row = row // SCALE_GROUP if FORMAT == "fp8" else row
+    code_pointers = codes + expert * codes_expert + row * codes_row
+    scale_pointers = scales + expert * scales_expert + scale_row * scales_row
+    exponent = tl.zeros_like(row).to(tl.int32)
+    if FORMAT == "mxfp4":
+        exponent += tl.load(exponents + expert)
+    return code_pointers, scale_pointers, exponent
+
+
+@triton.jit
+def apply_factor(acc, weight, expert, FORMAT: tl.constexpr, DIVIDE: tl.constexpr):
+    """The epilogue of a dot, one rounding: acc x global, acc / global, or acc x 2^p (MXFP4)."""
+    if FORMAT == "nvfp4":
+        factor = tl.load(weight[3] + expert)
+        acc = acc * _NVFP4_UNIT
+        return tl.div_rn(acc, tl.zeros_like(acc) + factor) if DIVIDE else acc * factor
+    if FORMAT == "mxfp4":
+        return acc * tl.load(weight[3] + expert)
+    return acc
+
+
+@triton.jit
+def _weight_tile(
+    rows, row_mask, k, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """bfloat16 [M, BLOCK_K] from k on."""
+    code_pointers, scale_pointers, exponent = rows
+    EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
+    mask = row_mask[:, None]
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
+        byte = k // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
+        block = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)[None, :]
+        byte_mask = mask if EVEN else mask & (byte < COLUMNS // 2)
+        block_mask = mask if EVEN else mask & (block < COLUMNS // BLOCK)
+        codes = tl.load(code_pointers[:, None] + byte, mask=byte_mask, other=0)
+        scales = tl.load(scale_pointers[:, None] + block, mask=block_mask, other=0)
+        return fp4_operand(codes, scales, exponent[:, None], FORMAT, BLOCK)
+    column = k + tl.arange(0, BLOCK_K)[None, :]
+    column_mask = mask if EVEN else mask & (column < COLUMNS)
+    codes = tl.load(code_pointers[:, None] + column, mask=column_mask, other=0)
+    return e4m3_value(codes).to(tl.bfloat16) if FORMAT == "fp8" else codes
+
+
+@triton.jit
+def _token_tile(
+    x_rows, token_mask, k, COLUMNS: tl.constexpr, SCALED: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """bfloat16 [BLOCK_K, N] from k on: values, or (`a8`) the values of codes."""
+    EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
+    column = k + tl.arange(0, BLOCK_K)[:, None]
+    mask = token_mask[None, :]
+    column_mask = mask if EVEN else mask & (column < COLUMNS)
+    values = tl.load(x_rows[None, :] + column, mask=column_mask, other=0)
+    return e4m3_value(values).to(tl.bfloat16) if SCALED else values
+
+
+@triton.jit
+def _multiply(w, x, acc):
+    if INTERPRETED:
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(w, x, acc)
+
+
+@triton.jit
+def _chains(
+    rows,
+    row_mask,
+    tokens,
+    token_mask,
+    START: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Float32 [M, N] over SEGMENT of k from START on, from +0."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(START, min(START + SEGMENT, COLUMNS), BLOCK_K):
+        w = _weight_tile(rows, row_mask, k, COLUMNS, FORMAT, BLOCK_K)
+        x = _token_tile(tokens[0], token_mask, k, COLUMNS, SCALED, BLOCK_K)
+        if SCALED or FORMAT == "fp8":
+            tl.static_assert(BLOCK_K == SCALE_GROUP)
+            chain = _multiply(w, x, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+            group = k // SCALE_GROUP
+            if SCALED:
+                scale = tl.load(tokens[1] + group, mask=token_mask, other=0)[None, :]
+            else:
+                scale = tl.load(rows[1] + group, mask=row_mask, other=0)[:, None]
+            acc = tl.math.fma(chain, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N)), acc)
+        else:
+            acc = _multiply(w, x, acc)
+    return acc
+
+
+@triton.jit
+def project(
+    rows,
+    row_mask,
+    tokens,
+    token_mask,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Float32 accumulators [M, N] before the epilogue.
+
+    rows: what weight_rows gave, for M rows. tokens: pointers [N] to values bfloat16 or codes uint8,
+    and (SCALED) to their scales. SEGMENT: 4096 in dense parts, COLUMNS in routed experts.
+    """
+    if COLUMNS <= SEGMENT:
+        return _chains(
+            rows, row_mask, tokens, token_mask, 0, COLUMNS, COLUMNS,
+            FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for segment in tl.static_range(0, COLUMNS, SEGMENT):
+        acc = _chains(
+            rows, row_mask, tokens, token_mask, segment, COLUMNS, SEGMENT,
+            FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        # An addition would be folded into the matrix unit where a segment is one dot.
+        total = tl.math.fma(acc, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), total)
+    return total
+
+
+@triton.jit
+def round_bf16(values):
+    """Float32 rounded once to bfloat16 (nearest even), as int16 bits; every NaN is 0x7FC0."""
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(values != values, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def canonical(values):
+    """Float32 with every NaN as 0x7FC00000."""
+    bits = values.to(tl.int32, bitcast=True)
+    return tl.where(values != values, 0x7FC00000, bits).to(tl.float32, bitcast=True)

@@ -1,0 +1,55 @@
+"""Where Triton kernels run in tests: compiled on the card when there is one, else interpreted.
+
+Call `use_triton()` in the conftest of a folder whose tests launch kernels, before any of them is
+imported. It does not leave TRITON_INTERPRET in the environment: triton reads it when a kernel is
+decorated, and the programs that other tests start must not see it. A process that has interpreted
+a kernel cannot compile one any more, so tests of compiled code start their own.
+"""
+
+import os
+import sys
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu"
+_KERNELS = "exactmoe.kernels.triton"
+
+
+def use_triton() -> None:
+    """Makes the package's kernels, when they are imported next, run on DEVICE."""
+    if not INTERPRETED or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton
+
+        _interpret_standard_functions()
+        for name in _kernel_modules():
+            __import__(name)
+            for value in vars(sys.modules[name]).values():
+                assert not isinstance(value, triton.JITFunction), f"{name} is compiled already"
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+def _interpret_standard_functions() -> None:
+    """tl.sum and its kin were decorated when another library imported triton."""
+    import triton
+    from triton import language
+    from triton.runtime.interpreter import InterpretedFunction
+
+    interpreted = {}
+    for module in (language.standard, language):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.JITFunction):
+                new = interpreted.setdefault(value.fn, InterpretedFunction(value.fn))
+                setattr(module, name, new)
+
+
+def _kernel_modules() -> list[str]:
+    import exactmoe.kernels.triton as package
+
+    folder = package.__path__[0]
+    files = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
+    return [f"{_KERNELS}.{name[:-3]}" for name in files if name != "__init__.py"]

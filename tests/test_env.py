@@ -24,7 +24,7 @@ def test_unset_and_empty_mean_the_default(name, monkeypatch):
 def test_the_table_is_complete(name):
     switch = env.SWITCHES[name]
     assert switch.name == name
-    assert name.startswith("EXACTMOE_")
+    assert name.startswith("EXACTMOE_") or name == "TRITON_INTERPRET"
     assert switch.allowed
     assert switch.meaning.endswith(".")
 
@@ -32,8 +32,12 @@ def test_the_table_is_complete(name):
 @pytest.mark.parametrize(
     ("name", "text", "allowed"),
     [
-        ("EXACTMOE_BACKEND", "CPU", "auto, cpu, reference"),
-        ("EXACTMOE_BACKEND", "cuda ", "auto, cpu, reference"),
+        ("EXACTMOE_BACKEND", "CPU", "auto, cuda, triton, cpu, reference"),
+        ("EXACTMOE_BACKEND", "cuda ", "auto, cuda, triton, cpu, reference"),
+        ("EXACTMOE_SHARED_STREAM", "1", "on, off"),
+        ("EXACTMOE_UNION", "Off", "on, off"),
+        ("EXACTMOE_HOST_LOOP", "true", "on, off"),
+        ("EXACTMOE_TILE", "0", "a positive integer"),
         ("EXACTMOE_THREADS", "0", "a positive integer"),
         ("EXACTMOE_THREADS", "-2", "a positive integer"),
         ("EXACTMOE_THREADS", "2.0", "a positive integer"),

@@ -277,9 +277,9 @@ def test_placement(layer):
         MoELayer(config, bank, placement=Placement(), cards=["cpu"])
     with pytest.raises(Unsupported, match="one card"):
         MoELayer(config, bank, cards=["cpu", "cpu"])
-    with pytest.raises(Unsupported, match="card is 'cuda:0'; this version runs on: cpu"):
+    with pytest.raises(Unsupported, match="card is 'cuda:0'; torch .* sees no GPU"):
         MoELayer(config, bank, cards=["cuda:0"])
     with pytest.raises(ConfigError, match="card is 'cpu:1'; the bank's weights are on cpu"):
         MoELayer(config, bank, cards=["cpu:1"])
-    with pytest.raises(ConfigError, match="backend is 'fast'.*auto, cpu, reference"):
+    with pytest.raises(ConfigError, match="backend is 'fast'.*auto, .*cpu, reference"):
         MoELayer(config, bank, backend="fast")

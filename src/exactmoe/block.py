@@ -11,7 +11,8 @@ from torch import Tensor
 
 from exactmoe.bank import ExactModule
 from exactmoe.config import Limits
-from exactmoe.plan import Plan
+from exactmoe.ops import DECODED, DEVICE, Path, Storage, path
+from exactmoe.plan import Plan, backends
 from exactmoe.runtime.workspace import Arena, Region, arena, total_bytes
 
 
@@ -26,7 +27,7 @@ class Block(ExactModule):
         super().__init__()
         self._limits = limits or Limits()
         self.backend = backend
-        self._views: tuple[int, int, dict[str, Tensor]] | None = None
+        self._views: tuple[int, int, Storage, dict[str, Tensor]] | None = None
 
     @property
     def limits(self) -> Limits:
@@ -37,7 +38,8 @@ class Block(ExactModule):
     def device(self) -> torch.device:
         raise NotImplementedError
 
-    def regions(self, rows: int) -> list[Region]:
+    def regions(self, rows: int, storage: Storage) -> list[Region]:
+        """The arrays of a piece of `rows` tokens, in the types of a path."""
         raise NotImplementedError
 
     def plan(self) -> Plan:
@@ -48,7 +50,8 @@ class Block(ExactModule):
         """Bytes of workspace for calls of `max_rows` tokens a piece (default: as now). A closed
         form, nothing runs.
         """
-        return total_bytes(self.regions(max_rows or self.limits.max_rows))
+        rows = max(self.limits.max_rows if max_rows is None else max_rows, 1)
+        return max(total_bytes(self.regions(rows, s)) for s in _storages(self.device))
 
     def reserve(self, max_rows: int) -> None:
         """Set the tokens a piece and make the device's arena large enough. Waits for the calls of
@@ -71,9 +74,11 @@ class Block(ExactModule):
 
     def _workspace(self, max_rows: int) -> dict[str, Tensor]:
         held, kept = self._arena(), self._views
-        if kept is None or kept[:2] != (held.generation, max_rows):
-            kept = self._views = (held.generation, max_rows, held.views(self.regions(max_rows)))
-        return kept[2]
+        storage = path(self.plan().backend).storage
+        if kept is None or kept[:3] != (held.generation, max_rows, storage):
+            views = held.views(self.regions(max_rows, storage))
+            kept = self._views = (held.generation, max_rows, storage, views)
+        return kept[3]
 
     def _in_pieces(
         self, num_tokens: int, compute: Callable[[dict[str, Tensor], slice], None]
@@ -110,3 +115,22 @@ class Block(ExactModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._arena().reserve(self.workspace_bytes())
+
+
+def _storages(device: torch.device) -> tuple[Storage, ...]:
+    """Of all backends that a layer on this device may take from call to call."""
+    if device.type == "cuda":
+        return (DEVICE,)
+    return (DECODED, DEVICE) if "triton" in backends(device) else (DECODED,)
+
+
+def lies_well(tensor: Tensor) -> bool:
+    """Whether kernels can read a tensor where it is: contiguous, at a multiple of 16 bytes."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def staged(path: Path, space: dict[str, Tensor], x: Tensor) -> Tensor:
+    """x bfloat16 [T, H] as the path reads it: the caller's own memory, or a copy in `x`."""
+    if path.storage.reads_given and lies_well(x):
+        return x
+    return space["x"][: x.shape[0]].copy_(x)

@@ -15,7 +15,7 @@ from exactmoe.errors import ConfigError, Unsupported
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
 # Types of torch devices that have a path here.
-DEVICE_TYPES = ("cpu",)
+DEVICE_TYPES = ("cpu", "cuda")
 _DEVICES = ", ".join(DEVICE_TYPES)
 # Names of the contract's classes.
 PRESETS = ("a16", "a8")

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.bank import ExpertBank
-from exactmoe.block import Block
+from exactmoe.block import Block, staged
 from exactmoe.config import Limits, Numerics, checked_swiglu_limit
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
-from exactmoe.ops import compiled
+from exactmoe.ops import Storage, compiled
 from exactmoe.plan import Explanation, Plan, choose, explain
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_x, output
 from exactmoe.runtime.workspace import Region
@@ -61,10 +61,10 @@ class DenseMLP(Block):
     def plan(self) -> Plan:
         return choose(self.numerics, self.device, self.backend)
 
-    def regions(self, rows: int) -> list[Region]:
+    def regions(self, rows: int, storage: Storage) -> list[Region]:
         return [
-            Region("x", (rows, self.hidden_size), torch.float32),
-            Region("dense_h", (rows, self.intermediate_size), torch.float32),
+            Region("x", (rows, self.hidden_size), storage.x),
+            Region("dense_h", (rows, self.intermediate_size), storage.h),
             Region("dense_out", (rows, self.hidden_size), torch.float32),
         ]
 
@@ -90,25 +90,21 @@ class DenseMLP(Block):
         path = ops.path(self.plan().backend)
 
         def compute(space: dict[str, Tensor], piece: slice) -> None:
-            path.finish(self.run(path, space, x[piece]), y[piece])
+            rows = staged(path, space, x[piece])
+            path.finish(self.run(path, space, rows), y[piece])
 
         self._in_pieces(x.shape[0], compute)
         return y
 
-    def run(
-        self, path: ops.Path, space: dict[str, Tensor], x: Tensor, x_is_staged: bool = False
-    ) -> Tensor:
-        """One piece in the given workspace: x bfloat16 [T, H] -> float32 [T, H] in `dense_out`, not
-        yet rounded.
+    def run(self, path: ops.Path, space: dict[str, Tensor], x: Tensor) -> Tensor:
+        """One piece in the given workspace: x [T, H] as the path reads it -> float32 [T, H] in
+        `dense_out`, not yet rounded.
         """
-        tokens = x.shape[0]
-        staged, h, result = (space[name][:tokens] for name in ("x", "dense_h", "dense_out"))
-        if not x_is_staged:
-            staged.copy_(x)
+        h, result = (space[name][: x.shape[0]] for name in ("dense_h", "dense_out"))
         gate, up, down = (
             self.bank.prepared(name, path.name, path.prepare) for name in ("gate", "up", "down")
         )
-        path.dense_mlp(staged, (gate, up, down), self.swiglu_limit, h, result)
+        path.dense_mlp(x, (gate, up, down), self.swiglu_limit, h, result)
         return result
 
 

@@ -30,6 +30,17 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _on_off(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError(text)
+    return text == "on"
+
+
+def _truth(text: str) -> bool:
+    # As Triton reads it.
+    return text.lower() in ("1", "true", "on", "yes", "y")
+
+
 def _choice(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in allowed:
@@ -44,9 +55,9 @@ SWITCHES: dict[str, Switch] = {
     for switch in (
         Switch(
             name="EXACTMOE_BACKEND",
-            parse=_choice("auto", "cpu", "reference"),
+            parse=_choice("auto", "cuda", "triton", "cpu", "reference"),
             default="auto",
-            allowed="auto, cpu, reference",
+            allowed="auto, cuda, triton, cpu, reference",
             meaning="Backend of layers made with backend='auto'. It changes speed, never a bit.",
         ),
         Switch(
@@ -55,6 +66,44 @@ SWITCHES: dict[str, Switch] = {
             default=None,
             allowed="a positive integer",
             meaning="Threads of the CPU backend; by default as many as torch uses.",
+        ),
+        Switch(
+            name="EXACTMOE_TILE",
+            parse=_positive_int,
+            default=None,
+            allowed="a positive integer",
+            meaning="Forces the tokens of a tile on a GPU; by default a table chooses. "
+            "It changes speed, never a bit.",
+        ),
+        Switch(
+            name="EXACTMOE_SHARED_STREAM",
+            parse=_on_off,
+            default=True,
+            allowed="on, off",
+            meaning="Runs the shared expert of a layer on a second stream of the GPU.",
+        ),
+        Switch(
+            name="EXACTMOE_UNION",
+            parse=_on_off,
+            default=True,
+            allowed="on, off",
+            meaning="off, for comparison: a call runs token by token, so that an expert that "
+            "several tokens share is read for each of them.",
+        ),
+        Switch(
+            name="EXACTMOE_HOST_LOOP",
+            parse=_on_off,
+            default=False,
+            allowed="on, off",
+            meaning="on, for comparison: the host reads the route table and launches each expert "
+            "by itself; refused while a CUDA graph is captured.",
+        ),
+        Switch(
+            name="TRITON_INTERPRET",
+            parse=_truth,
+            default=False,
+            allowed="Triton's own switch: 1 or 0",
+            meaning="Lets Triton interpret its kernels, so that backend 'triton' runs on a CPU.",
         ),
     )
 }

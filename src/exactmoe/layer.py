@@ -11,17 +11,21 @@ from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.bank import ExpertBank, Router
-from exactmoe.block import Block
+from exactmoe.block import Block, lies_well, staged
 from exactmoe.config import Limits, MoEConfig, Numerics, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.units import PIECE
-from exactmoe.ops import compiled
+from exactmoe.ops import Storage, compiled
 from exactmoe.plan import Explanation, Plan, choose, explain
+from exactmoe.runtime.devices import resolve
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_routes, check_token_ids, check_x, output
 from exactmoe.runtime.routes import RouteTable
 from exactmoe.runtime.workspace import Region
+
+# Of the contract (section 4): the chains of a router logit.
+ROUTER_SEGMENTS = 16
 
 
 class MoELayer(Block):
@@ -34,7 +38,7 @@ class MoELayer(Block):
         shared: the shared expert, added before the one rounding to the output type.
         placement: cards; `cards` is short for Placement(cards=cards).
         limits: tokens a piece, checks.
-        backend: "auto", "cpu" or "reference". All give the same bits.
+        backend: "auto", or a name of plan.BACKENDS. On one device all give the same bits.
     """
 
     fault: Tensor
@@ -123,36 +127,41 @@ class MoELayer(Block):
         return self.router
 
     def plan(self) -> Plan:
-        return choose(self.numerics, self.device, self.backend)
+        return choose(self.numerics, self.device, self.backend, self.bank.shapes)
 
-    def regions(self, rows: int) -> list[Region]:
-        hidden, inner, slots = (
+    def regions(self, rows: int, storage: Storage) -> list[Region]:
+        hidden, inner, experts = (
             self.config.hidden_size,
             self.config.intermediate_size,
-            rows * self.config.top_k,
+            self.config.num_experts,
         )
-        f32, i64 = torch.float32, torch.int64
+        slots, a8 = rows * self.config.top_k, self.numerics.activation == "a8"
+        f32, i64, codes = torch.float32, torch.int64, storage.codes
+        slot = storage.slots if self.numerics.slot == "bf16" else f32
         regions = [
-            Region("x", (rows, hidden), f32),
+            Region("x", (rows, hidden), storage.x),
             Region("wide_ids", (slots,), i64),
             Region("token_ids", (rows,), i64),
             Region("expert_ids", (slots,), torch.int32),
             Region("weights", (slots,), f32),
-            Region("logits", (rows, self.config.num_experts), f32),
-            Region("offsets", (self.config.num_experts + 1,), i64),
-            Region("sorted", (slots,), i64),
-            Region("h", (slots, inner), f32),
-            Region("slots", (slots, hidden), f32),
+            Region("logits", (rows, experts), f32),
+            Region("offsets", (experts + 1,), storage.index),
+            Region("sorted", (slots,), storage.index),
+            Region("h", (slots, inner), f32 if a8 else storage.h),
+            Region("slots", (slots, hidden), slot),
         ]
-        if self.numerics.activation == "a8":
+        if storage.router_parts:
+            parts = (ROUTER_SEGMENTS, min(rows, storage.router_parts), experts)
+            regions.append(Region("logit_parts", parts, f32))
+        if a8:
             regions += [
-                Region("x_codes", (rows, hidden), f32),
+                Region("x_codes", (rows, hidden), codes),
                 Region("x_scales", (rows, hidden // PIECE), f32),
-                Region("h_codes", (slots, inner), f32),
+                Region("h_codes", (slots, inner), codes),
                 Region("h_scales", (slots, inner // PIECE), f32),
             ]
         if self.shared is not None:
-            regions += self.shared.regions(rows)[1:]  # its x is ours
+            regions += self.shared.regions(rows, storage)[1:]  # its x is ours
         return regions
 
     def explain(self, width: int = 8) -> Explanation:
@@ -196,13 +205,10 @@ class MoELayer(Block):
         path = ops.path(self.plan().backend)
 
         def compute(space: dict[str, Tensor], piece: slice) -> None:
-            ids, weights = self._route(path, space, x[piece], _piece_of(token_ids, piece))
-            shared = (
-                None
-                if self.shared is None
-                else self.shared.run(path, space, x[piece], x_is_staged=True)
-            )
-            self._experts(path, space, ids, weights, shared, y[piece])
+            rows = staged(path, space, x[piece])
+            routed = self._route(path, space, rows, _piece_of(token_ids, piece))
+            shared = None if self.shared is None else self.shared.run(path, space, rows)
+            self._experts(path, space, rows, routed, shared, y[piece])
 
         self._in_pieces(x.shape[0], compute)
         return self._finished(y)
@@ -226,8 +232,9 @@ class MoELayer(Block):
         path = ops.path(self.plan().backend)
 
         def compute(space: dict[str, Tensor], piece: slice) -> None:
-            staged = self._stage(space, x[piece], expert_ids[piece], weights[piece])
-            self._experts(path, space, *staged, None, y[piece])
+            rows = staged(path, space, x[piece])
+            routed = self._stage(path, space, expert_ids[piece], weights[piece])
+            self._experts(path, space, rows, routed, None, y[piece])
 
         self._in_pieces(x.shape[0], compute)
         return self._finished(y)
@@ -243,7 +250,8 @@ class MoELayer(Block):
         path = ops.path(self.plan().backend)
 
         def compute(space: dict[str, Tensor], piece: slice) -> None:
-            ids, values = self._route(path, space, x[piece], _piece_of(token_ids, piece))
+            rows = staged(path, space, x[piece])
+            ids, values = self._route(path, space, rows, _piece_of(token_ids, piece))
             expert_ids[piece].copy_(ids)
             weights[piece].copy_(values)
 
@@ -251,48 +259,51 @@ class MoELayer(Block):
         return expert_ids, weights
 
     def _stage(
-        self, space: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor
+        self, path: ops.Path, space: dict[str, Tensor], ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A caller's x, ids and weights, of any stride, into the workspace; ids beyond int32 stay
+        """A caller's ids and weights, of any stride, as the path reads them; ids beyond int32 stay
         out of range.
         """
         tokens, top_k = ids.shape
-        space["x"][:tokens].copy_(x)
-        wide, narrow, staged = (
+        wide, narrow, given = (
             space[name][: tokens * top_k].view(tokens, top_k)
             for name in ("wide_ids", "expert_ids", "weights")
         )
-        narrow.copy_(wide.copy_(ids).clamp_(-1, self.config.num_experts))
-        return narrow, staged.copy_(weights)
+        direct = path.storage.reads_given
+        if not (direct and ids.dtype == torch.int32 and lies_well(ids)):
+            ids = narrow.copy_(wide.copy_(ids).clamp_(-1, self.config.num_experts))
+        return ids, weights if direct and lies_well(weights) else given.copy_(weights)
 
     def _route(
         self, path: ops.Path, space: dict[str, Tensor], x: Tensor, token_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Ids int32 [T, K] and weights float32 [T, K] of one piece, from the router."""
         tokens, top_k = x.shape[0], self.config.top_k
-        staged = space["x"][:tokens].copy_(x)
         ids, weights = (
             space[name][: tokens * top_k].view(tokens, top_k) for name in ("expert_ids", "weights")
         )
         router = self._require_router()
         if token_ids is not None and router.table is not None:
             token_ids = space["token_ids"][:tokens].copy_(token_ids)
-        logits = space["logits"][:tokens]
-        path.router(staged, router, token_ids, self.numerics, logits, (ids, weights))
+        logits, parts = space["logits"][:tokens], None
+        if tokens <= path.storage.router_parts:
+            experts = self.config.num_experts
+            part = space["logit_parts"].view(-1)[: ROUTER_SEGMENTS * tokens * experts]
+            parts = part.view(ROUTER_SEGMENTS, tokens, experts)
+        path.router(x, router, token_ids, self.numerics, logits, (ids, weights), parts)
         return ids, weights
 
     def _experts(
         self,
         path: ops.Path,
         space: dict[str, Tensor],
-        ids: Tensor,
-        weights: Tensor,
+        x: Tensor,
+        routed: tuple[Tensor, Tensor],
         shared: Tensor | None,
         y: Tensor,
     ) -> None:
-        """One piece whose x is in the workspace: route table, gate_up, (quantize), down, combine
-        into y.
-        """
+        """One piece: route table, gate_up, (quantize), down, combine into y."""
+        ids, weights = routed
         numerics, tokens, num_slots = self.numerics, ids.shape[0], ids.numel()
         a8 = numerics.activation == "a8"
         gate, up, down = (
@@ -301,7 +312,7 @@ class MoELayer(Block):
         routes = RouteTable(space["offsets"], space["sorted"][:num_slots], self.fault)
         path.route_table(ids, self.config.num_experts, routes)
 
-        rows, h = Rows(space["x"][:tokens], None), space["h"][:num_slots]
+        rows, h = Rows(x, None), space["h"][:num_slots]
         if a8:
             rows = path.quantize(
                 rows.values, Rows(space["x_codes"][:tokens], space["x_scales"][:tokens])
@@ -339,8 +350,14 @@ def _placement(
             "(cards is short for a Placement)"
         )
     placement = placement or Placement(cards=tuple(cards) if cards is not None else (str(device),))
+    card = one_card(placement)
+    if card != device:
+        raise ConfigError(f"card is {placement.cards[0]!r}; the bank's weights are on {device}")
+    return Placement(cards=(str(card),))
+
+
+def one_card(placement: Placement) -> torch.device:
+    """The card of a placement. Unsupported: it has more than one."""
     if len(placement.cards) > 1:
         raise Unsupported(f"cards are {placement.cards}; this version runs a layer on one card")
-    if torch.device(placement.cards[0]) != device:
-        raise ConfigError(f"card is {placement.cards[0]!r}; the bank's weights are on {device}")
-    return placement
+    return resolve(placement.cards[0])

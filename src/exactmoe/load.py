@@ -1,7 +1,10 @@
 """load_layer: one MLP block of a checkpoint as a layer that runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from exactmoe.checkpoint import (
     Checkpoint,
@@ -14,7 +17,8 @@ from exactmoe.checkpoint import (
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
-from exactmoe.layer import MoELayer
+from exactmoe.formats import PackedWeight
+from exactmoe.layer import MoELayer, one_card
 
 
 def load_layer(
@@ -37,7 +41,7 @@ def load_layer(
         cards: device names; a dense layer lives on the first.
         numerics: None: the family's class (glm5_next a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
-        backend: "auto", "cpu" or "reference". All give the same bits.
+        backend: "auto", or a name of plan.BACKENDS. On one device all give the same bits.
         progress: called with the bytes of every read, on the thread that reads.
         quantize: "nvfp4", "mxfp4" or a Quantization with its rule: BF16 routed experts are
             quantised one by one while they are read. None: every weight as it is stored.
@@ -50,7 +54,7 @@ def load_layer(
         ConfigError: config.json or an argument holds a value that is not allowed.
         Unsupported: well formed, but nothing here can run it.
     """
-    cards = Placement(cards=cards).cards
+    device = one_card(Placement(cards=cards))
     if not isinstance(layer, int) or isinstance(layer, bool):
         raise ConfigError(f"layer is {layer!r}; allowed: an integer, the index of a layer")
     quantization = None if quantize is None else Quantization.of(quantize)
@@ -58,15 +62,19 @@ def load_layer(
     weights = read_layer(checkpoint, layer, progress, quantization)
     output = checkpoint.family.numerics.output
     if isinstance(weights, DenseWeights):
-        return _dense(weights, limits, backend, output).to(cards[0])
-    return _moe(weights, cards, limits, backend)
+        return _dense(weights, limits, backend, output, device)
+    return _moe(weights, device, limits, backend)
 
 
-def _dense(weights: DenseWeights, limits: Limits | None, backend: str, output: str) -> DenseMLP:
+def _dense(
+    weights: DenseWeights,
+    limits: Limits | None,
+    backend: str,
+    output: str,
+    device: torch.device,
+) -> DenseMLP:
     return DenseMLP(
-        weights.gate,
-        weights.up,
-        weights.down,
+        *(_moved(weight, device) for weight in (weights.gate, weights.up, weights.down)),
         swiglu_limit=weights.swiglu_limit,
         limits=limits,
         backend=backend,
@@ -74,18 +82,24 @@ def _dense(weights: DenseWeights, limits: Limits | None, backend: str, output: s
     )
 
 
+def _moved(weight: PackedWeight, device: torch.device) -> PackedWeight:
+    parts = (weight.codes, weight.scales, weight.global_scale)
+    codes, scales, global_scale = (None if part is None else part.to(device) for part in parts)
+    return replace(weight, codes=codes, scales=scales, global_scale=global_scale)
+
+
 def _moe(
-    weights: MoEWeights, cards: Sequence[str], limits: Limits | None, backend: str
+    weights: MoEWeights, device: torch.device, limits: Limits | None, backend: str
 ) -> MoELayer:
     shared = None
     if weights.shared is not None:
-        shared = _dense(weights.shared, limits, backend, "bf16").to(cards[0])
+        shared = _dense(weights.shared, limits, backend, "bf16", device)
     return MoELayer(
         weights.config,
-        weights.bank.to(cards[0]),
-        router=weights.router.to(cards[0]),
+        weights.bank.to(device),
+        router=weights.router.to(device),
         shared=shared,
-        cards=cards,
+        placement=Placement(cards=(str(device),)),
         limits=limits,
         backend=backend,
     )

@@ -38,7 +38,7 @@ def route(
     ids = torch.full((len(x), top_k), -9, dtype=torch.int32)
     out = torch.full((len(x), top_k), -9.0)
     logits = torch.empty(x.shape[0], weights.weight_f32.shape[0])
-    ops.path(path).router(x, weights, token_ids, numerics or Numerics(), logits, (ids, out))
+    ops.path(path).router(x, weights, token_ids, numerics or Numerics(), logits, (ids, out), None)
     return ids, out
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exactmoe import DenseMLP, Limits, Router, RouterConfig
+from exactmoe import DenseMLP, Limits, Router, RouterConfig, ops
 from exactmoe.errors import ConfigError
 from exactmoe.runtime.workspace import ALIGNMENT, Arena, Region, arena, total_bytes
 from layers import BACKENDS, CLASSES, assert_same_bits, layer_of, normal, random_bank, random_call
@@ -107,7 +107,7 @@ def test_workspace_bytes_of_a_layer(numerics, rng):
 
 
 def test_names_of_regions_are_distinct(rng):
-    names = [region.name for region in make(rng, numerics="a8").regions(4)]
+    names = [region.name for region in make(rng, numerics="a8").regions(4, ops.DECODED)]
     assert len(set(names)) == len(names)
 
 
@@ -131,7 +131,7 @@ def test_layers_notice_that_the_arena_has_grown(rng):
     assert arena(CPU).generation != generation
     arena(CPU).fill(0xFF)
     assert_same_bits(layer(x), expected)
-    used = arena(CPU).views(layer.regions(4))["x"]
+    used = arena(CPU).views(layer.regions(4, ops.DECODED))["x"]
     assert_same_bits(used[:1], x[8:].float())  # the last piece was staged in the new memory
     layer.reserve(9)
     assert_same_bits(layer(x), expected)

@@ -6,6 +6,7 @@ from torch import Tensor
 from exactmoe.bank.module import ExactModule
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight, quantize
+from exactmoe.plan import WeightShape
 
 
 class ExpertBank(ExactModule):
@@ -77,6 +78,12 @@ class ExpertBank(ExactModule):
     def formats(self) -> tuple[str, str, str]:
         """Formats of gate, up and down."""
         return (self.gate.format, self.up.format, self.down.format)
+
+    @property
+    def shapes(self) -> tuple[WeightShape, ...]:
+        """Format, rows and columns of gate, up and down."""
+        weights = (self.gate, self.up, self.down)
+        return tuple(WeightShape(w.format, w.rows, w.columns) for w in weights)
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"

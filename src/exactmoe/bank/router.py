@@ -63,8 +63,9 @@ class Router(ExactModule):
         self.register_buffer("weight", weight.detach())
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("table", None if table is None else table.long())
-        # The f32 copy is what the CPU's dots read; bf16 to f32 is exact.
+        # What dots read beside the weight itself; None: not made yet.
         self._weight_f32: tuple[Seen, Tensor] | None = None
+        self._weight_bf16: tuple[Seen, Tensor | None] | None = None
         self._table_seen: Seen | None = self._seen(("table",))
 
     @property
@@ -82,6 +83,18 @@ class Router(ExactModule):
         if kept is None or self._changed(kept[0]):
             seen = self._seen(("weight",))
             kept = self._weight_f32 = (seen, self.weight.float())
+        return kept[1]
+
+    @property
+    def weight_bf16(self) -> Tensor | None:
+        """The weight as bfloat16 [E, H] where that is exact for every value, else None: what the
+        matrix units of a GPU read (contract section 6); made once until the weight changes.
+        """
+        kept = self._weight_bf16
+        if kept is None or self._changed(kept[0]):
+            seen, narrow = self._seen(("weight",)), self.weight.bfloat16()
+            is_exact = narrow is self.weight or bool((narrow.float() == self.weight).all())
+            kept = self._weight_bf16 = (seen, narrow if is_exact else None)
         return kept[1]
 
     @property
@@ -104,7 +117,7 @@ class Router(ExactModule):
 
     def _forget(self) -> None:
         super()._forget()
-        self._weight_f32, self._table_seen = None, None
+        self._weight_f32, self._weight_bf16, self._table_seen = None, None, None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         table = state_dict.get(prefix + "table")
@@ -113,7 +126,8 @@ class Router(ExactModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_weight_f32": None, "_table_seen": None}
+        forgotten = {"_weight_f32": None, "_weight_bf16": None, "_table_seen": None}
+        return {**super().__getstate__(), **forgotten}
 
     def extra_repr(self) -> str:
         kind = "hash" if self.table is not None else "score"

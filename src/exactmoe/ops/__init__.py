@@ -1,15 +1,26 @@
-"""Host side of the ops: one set of them a backend, found by its name."""
+"""Host side of the ops: one set of them a backend, found by its name.
 
-from exactmoe.ops.cpu_path import CpuPath
-from exactmoe.ops.path import Path
-from exactmoe.ops.reference_path import ReferencePath
+What a path needs is imported when it is first asked for: triton and CUDA's bindings may be absent.
+"""
 
-_PATHS: dict[str, Path] = {"cpu": CpuPath(), "reference": ReferencePath()}
+import importlib
+from functools import cache
+
+from exactmoe.ops.path import CANONICAL, DECODED, DEVICE, FRAGMENT, Path, Storage
+
+_PATHS = {
+    "cpu": ("exactmoe.ops.cpu_path", "CpuPath"),
+    "reference": ("exactmoe.ops.reference_path", "ReferencePath"),
+    "triton": ("exactmoe.ops.triton_path", "TritonPath"),
+    "cuda": ("exactmoe.ops.cuda_path", "CudaPath"),
+}
 
 
+@cache
 def path(name: str) -> Path:
     """The path of a backend that `plan.choose` named."""
-    return _PATHS[name]
+    module, kind = _PATHS[name]
+    return getattr(importlib.import_module(module), kind)()  # type: ignore[no-any-return]
 
 
-__all__ = ["Path", "path"]
+__all__ = ["CANONICAL", "DECODED", "DEVICE", "FRAGMENT", "Path", "Storage", "path"]

@@ -1,5 +1,8 @@
 """The CPU path: launchers of the numba kernels."""
 
+from torch import Tensor
+
+from exactmoe.config import Numerics
 from exactmoe.ops.cpu.combine import combine
 from exactmoe.ops.cpu.dense_mlp import dense_mlp
 from exactmoe.ops.cpu.down import down
@@ -8,19 +11,32 @@ from exactmoe.ops.cpu.gate_up import gate_up
 from exactmoe.ops.cpu.prepare import prepare
 from exactmoe.ops.cpu.quantize import quantize
 from exactmoe.ops.cpu.route_table import route_table
-from exactmoe.ops.cpu.router import router
+from exactmoe.ops.cpu.router import router as cpu_router
+from exactmoe.ops.path import DECODED, RouterWeights
 
 
 class CpuPath:
     """Compiled loops, threaded; see ops/path.py for the shapes."""
 
     name = "cpu"
+    storage = DECODED
     prepare = staticmethod(prepare)
     quantize = staticmethod(quantize)
-    router = staticmethod(router)
     route_table = staticmethod(route_table)
     gate_up = staticmethod(gate_up)
     down = staticmethod(down)
     combine = staticmethod(combine)
     dense_mlp = staticmethod(dense_mlp)
     finish = staticmethod(finish)
+
+    def router(
+        self,
+        x: Tensor,
+        router: RouterWeights,
+        token_ids: Tensor | None,
+        numerics: Numerics,
+        logits: Tensor,
+        routed: tuple[Tensor, Tensor],
+        parts: Tensor | None,
+    ) -> None:
+        cpu_router(x, router, token_ids, numerics, logits, routed)

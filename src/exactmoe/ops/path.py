@@ -1,7 +1,9 @@
-"""Path: the ops that a layer calls, one set a backend. All paths give the same bits."""
+"""Path: the ops that a layer calls, one set a backend. All paths of a device give the same bits."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from exactmoe.config import Numerics, RouterConfig
@@ -9,9 +11,60 @@ from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.runtime.routes import RouteTable
 
+CANONICAL, FRAGMENT = "canonical", "fragment"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The types that a path keeps its arrays in; a layer lays out the workspace by them.
+
+    Attributes:
+        x: rows of the call, as router, gate_up, dense_mlp and (`a8`) quantize read them.
+        h: what gate_up writes in `a16`, and h of a dense MLP. In `a8` it is float32.
+        index: offsets and sorted slots of the route table.
+        codes: e4m3 values of `a8` rows, decoded or as codes.
+        slots: outputs of the experts where numerics.slot is "bf16"; else float32.
+        reads_given: x, expert ids int32 and weights are read where the caller has them when they
+            are contiguous; else all of them are copied into the workspace.
+        router_parts: the most tokens whose logits are summed in 16 separate segments, float32
+            [16, T, E] of scratch; 0: the path needs none.
+        layout: order of the bytes of routed experts, "canonical" or "fragment" (bank/layout.py).
+    """
+
+    x: torch.dtype
+    h: torch.dtype
+    index: torch.dtype
+    codes: torch.dtype
+    slots: torch.dtype
+    reads_given: bool = False
+    router_parts: int = 0
+    layout: str = CANONICAL
+
+
+# Values of bf16 and e4m3 held as float32: what the CPU multiplies.
+DECODED = Storage(
+    x=torch.float32,
+    h=torch.float32,
+    index=torch.int64,
+    codes=torch.float32,
+    slots=torch.float32,
+)
+# Values as the matrix units of a GPU take them.
+DEVICE = Storage(
+    x=torch.bfloat16,
+    h=torch.bfloat16,
+    index=torch.int32,
+    codes=torch.float8_e4m3fn,
+    slots=torch.bfloat16,
+    reads_given=True,
+    router_parts=64,
+)
+
 
 class RouterWeights(Protocol):
-    """What a router op reads: weight_f32 [E, H], bias f32 [E] or None, table i64 [V, K] or None."""
+    """What a router op reads: weight_f32 [E, H], and weight_bf16 if every value is exactly a bf16,
+    else None; bias f32 [E] or None; table i64 [V, K] or None.
+    """
 
     bias: Any
     table: Any
@@ -20,19 +73,30 @@ class RouterWeights(Protocol):
     @property
     def weight_f32(self) -> Tensor: ...
 
+    @property
+    def weight_bf16(self) -> Tensor | None: ...
+
 
 class Path(Protocol):
     """One backend's ops. Shapes: T tokens, K slots a token, S = T x K, H hidden, I intermediate.
-    Outputs are given.
+    Outputs are given. Types are those of `storage`; where float32 stands below, they are not.
     """
 
     name: str
+    storage: Storage
 
     def prepare(self, weight: PackedWeight) -> Any:
-        """What this path needs to read a packed weight; shares its memory."""
+        """What this path needs to read a packed weight; shares its memory.
+
+        A path of fragment layout is called while the bytes are canonical, so that it can read
+        block scales and codes together (p of MXFP4); its result must stay valid when the bytes are
+        then put in fragment order in place.
+        """
 
     def quantize(self, values: Tensor, out: Rows) -> Rows:
-        """`a8` activations: float32 [T, K] -> decoded e4m3 values and scales."""
+        """`a8` activations: x [T, K] of the storage's type, or h float32 [S, K] -> e4m3 values of
+        `storage.codes` and float32 scales.
+        """
 
     def router(
         self,
@@ -42,9 +106,13 @@ class Path(Protocol):
         numerics: Numerics,
         logits: Tensor,
         routed: tuple[Tensor, Tensor],
+        parts: Tensor | None,
     ) -> None:
-        """x float32 [T, H] (values of bf16) -> logits float32 [T, E], and routed: expert_ids int32
-        [T, K] and weights float32 [T, K].
+        """x [T, H] (values of bf16) -> logits float32 [T, E], and routed: expert_ids int32 [T, K]
+        and weights float32 [T, K].
+
+        token_ids int64 [T] of a hash layer. parts: scratch float32 [16, T, E] where T is at most
+        `storage.router_parts`, else None.
         """
 
     def route_table(self, expert_ids: Tensor, num_experts: int, routes: RouteTable) -> None:
@@ -59,15 +127,15 @@ class Path(Protocol):
         swiglu_limit: float | None,
         h: Tensor,
     ) -> None:
-        """rows [T, H] -> h float32 [S, I] at the slot's place; weights [T, K] multiply h in `a8`
+        """rows [T, H] -> h [S, I] at the slot's place; weights [T, K] multiply h in `a8`
         and are None in `a16`.
         """
 
     def down(
         self, h: Rows, down: Any, routes: RouteTable, numerics: Numerics, slots: Tensor
     ) -> None:
-        """h [S, I] -> slots float32 [S, H] at the slot's place (values of bf16 where numerics.slot
-        says so).
+        """h [S, I] -> slots [S, H] at the slot's place (values of bf16 where numerics.slot says
+        so).
         """
 
     def combine(
@@ -93,8 +161,8 @@ class Path(Protocol):
         h: Tensor,
         out: Tensor,
     ) -> None:
-        """x float32 [T, H] (values of bf16); gate, up, down of one expert -> out float32 [T, H]; h
-        [T, I] is scratch.
+        """x [T, H] (values of bf16); gate, up, down of one expert, in canonical order -> out
+        float32 [T, H]; h [T, I] is scratch.
         """
 
     def finish(self, dense: Tensor, y: Tensor) -> None:

@@ -10,7 +10,7 @@ from exactmoe.config import Numerics
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.scales import decode_e4m3
-from exactmoe.ops.path import RouterWeights
+from exactmoe.ops.path import DECODED, RouterWeights
 from exactmoe.runtime.float_environment import default_float_environment
 from exactmoe.runtime.routes import RouteTable
 
@@ -23,6 +23,7 @@ class ReferencePath:
     """
 
     name = "reference"
+    storage = DECODED
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:
         return weight
@@ -44,6 +45,7 @@ class ReferencePath:
         numerics: Numerics,
         logits: Tensor,
         routed: tuple[Tensor, Tensor],
+        parts: Tensor | None,
     ) -> None:
         logits.copy_(reference.router_logits(x, router.weight_f32))
         if router.table is None:

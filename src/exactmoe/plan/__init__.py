@@ -1,6 +1,25 @@
-"""Which path runs, and why: pure data, no device work."""
+"""Which path runs, with which tile, and why: pure data, no device work."""
 
-from exactmoe.plan.choose import Plan, Rejected, choose
+from exactmoe.plan.architectures import (
+    ARCHITECTURES,
+    architecture_name,
+    architecture_of,
+    require_one_architecture,
+)
+from exactmoe.plan.choose import BACKENDS, Plan, Rejected, WeightShape, backends, choose
 from exactmoe.plan.explain import Explanation, explain
 
-__all__ = ["Explanation", "Plan", "Rejected", "choose", "explain"]
+__all__ = [
+    "ARCHITECTURES",
+    "BACKENDS",
+    "Explanation",
+    "Plan",
+    "Rejected",
+    "WeightShape",
+    "architecture_name",
+    "architecture_of",
+    "backends",
+    "choose",
+    "explain",
+    "require_one_architecture",
+]

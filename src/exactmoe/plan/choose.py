@@ -1,14 +1,35 @@
-"""Choice of a backend. A backend changes speed, never a bit; one that cannot run says why."""
+"""Choice of a backend. On one device it changes speed, never a bit; one that cannot run says why.
+
+The fast path of sm_90 and the portable one multiply by one instruction with k ascending, so they
+give the same bits.
+"""
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from exactmoe import env
 from exactmoe.config import DEVICE_TYPES, Numerics
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.plan.architectures import MEASURED, architecture_of
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("cuda", "triton", "cpu", "reference")
+TRITON_INTERPRET = "TRITON_INTERPRET"
+_ON_CPU, _ON_GPU = ("cpu", "reference"), ("cuda", "triton")
+_PANEL = 128
+_FP4 = ("nvfp4", "mxfp4")
+_INSTALL = "pip install 'exactmoe[cuda]'"
+
+
+class WeightShape(NamedTuple):
+    """Format, rows N and columns K of one projection of routed experts."""
+
+    format: str
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -34,25 +55,151 @@ class Plan:
         return "\n".join(lines)
 
 
-def choose(numerics: Numerics, device: torch.device, requested: str = "auto") -> Plan:
+def choose(
+    numerics: Numerics,
+    device: torch.device,
+    requested: str = "auto",
+    experts: tuple[WeightShape, ...] = (),
+) -> Plan:
     """The backend for a layer with these numerics on this device.
+
+    Args:
+        numerics: of the layer.
+        device: where its weights are.
+        requested: "auto", or the name of a backend.
+        experts: gate, up and down of the routed experts; none of a dense MLP, whose parts run on
+            the portable kernels.
 
     Raises:
         ConfigError: no backend has the requested name.
-        Unsupported: the device, or units="fp8", has no path in this version.
+        Unsupported: the device has no path, or the requested one cannot run there.
     """
     if requested not in ("auto", *BACKENDS):
         raise ConfigError(f"backend is {requested!r}; allowed: auto, {', '.join(BACKENDS)}")
     if device.type not in DEVICE_TYPES:
         raise Unsupported(f"device is {device}; this version runs on: {', '.join(DEVICE_TYPES)}")
-    wanted, reason = requested, f"backend={requested!r} was asked for"
+    asked = env.read("EXACTMOE_BACKEND") if requested == "auto" else requested
+    return _chosen(numerics, device, requested, asked, experts, env.read(TRITON_INTERPRET))
+
+
+def backends(device: torch.device) -> tuple[str, ...]:
+    """The backends that a device of this type may have, the fastest first."""
+    interpreted = ("triton",) if env.read(TRITON_INTERPRET) else ()
+    return _ON_GPU if device.type == "cuda" else (*_ON_CPU, *interpreted)
+
+
+@cache
+def _chosen(
+    numerics: Numerics,
+    device: torch.device,
+    requested: str,
+    asked: str,
+    experts: tuple[WeightShape, ...],
+    interpreted: bool,
+) -> Plan:
+    obstacles = {name: _obstacle(name, device, experts, interpreted) for name in BACKENDS}
+    reason = f"backend={requested!r} was asked for"
     if requested == "auto":
-        wanted = env.read("EXACTMOE_BACKEND")
-        reason = f"EXACTMOE_BACKEND={wanted}"
-        if wanted == "auto":
-            wanted, reason = "cpu", "the fast path of this device"
-    others = {"cpu": "not asked for", "reference": "the definition: same bits, plain loops, slow"}
-    rejected = tuple(Rejected(name, others[name]) for name in BACKENDS if name != wanted)
+        reason = f"EXACTMOE_BACKEND={asked}"
+    if asked == "auto":
+        offered = _ON_GPU if device.type == "cuda" else ("cpu",)
+        able = [name for name in offered if obstacles[name] is None]
+        if not able:
+            raise Unsupported("; ".join(f"{name}: {obstacles[name]}" for name in offered))
+        taken, reason = able[0], "the fast path of this device"
+        if device.type == "cuda" and taken != "cuda":
+            reason = "the portable path of this device"
+    else:
+        taken = asked
+        if taken == "cuda" and not experts and obstacles["triton"] is None:
+            taken, reason = "triton", f"{reason}; dense parts run on the portable kernels"
+        obstacle = obstacles[taken]
+        if obstacle is not None:
+            able = [name for name in backends(device) if obstacles[name] is None]
+            raise Unsupported(
+                f"backend {asked!r} cannot run on {device}: {obstacle}; "
+                f"allowed: auto, {', '.join(able)}"
+            )
+    rejected = tuple(
+        Rejected(name, obstacles[name] or _NOT_TAKEN[name]) for name in BACKENDS if name != taken
+    )
+    return Plan(taken, str(device), reason + _remarks(numerics, device, taken), rejected)
+
+
+_NOT_TAKEN = {
+    "cuda": "not asked for",
+    "triton": "portable: same bits, slower",
+    "cpu": "not asked for",
+    "reference": "the definition: same bits, plain loops, slow",
+}
+
+
+def _remarks(numerics: Numerics, device: torch.device, taken: str) -> str:
+    """What else the reason has to say."""
+    remarks = ""
+    if device.type == "cuda":
+        row = architecture_of(device)
+        remarks += f" ({row.name}, {row.instruction})"
+        if row.support != MEASURED:
+            remarks += f"; {row.name} is {row.support}"
+    elif taken == "triton":
+        remarks += "; interpreted, for tests"
     if numerics.units != "bf16":
-        reason += f"; units={numerics.units!r} run as bf16 units on a CPU (contract section 3)"
-    return Plan(wanted, str(device), reason, rejected)
+        where = "a CPU (contract section 3)" if device.type == "cpu" else "a GPU in this version"
+        remarks += f"; units={numerics.units!r} run as bf16 units on {where}"
+    return remarks
+
+
+def _obstacle(
+    name: str, device: torch.device, experts: tuple[WeightShape, ...], interpreted: bool
+) -> str | None:
+    """Why a backend cannot run, or None."""
+    if name in _ON_CPU:
+        if device.type == "cpu":
+            return None
+        return "it computes on a CPU, whose order of the dots gives other bits than a GPU's"
+    if device.type == "cpu":
+        if name == "triton" and interpreted:
+            return _missing_triton()
+        hint = f" ({TRITON_INTERPRET}=1 lets triton be interpreted on a CPU)"
+        return "it needs a GPU" + (hint if name == "triton" else "")
+    row = architecture_of(device)
+    if name not in row.backends:
+        return f"it needs compute capability 9.0 (sm_90); {device} is {row.name}"
+    if name == "triton":
+        return _missing_triton()
+    return _missing_triton() or _missing_cuda() or _unfit(experts)
+
+
+def _missing_triton() -> str | None:
+    return None if _importable("triton") else f"triton is not installed: {_INSTALL}"
+
+
+def _missing_cuda() -> str | None:
+    for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings.nvrtc", "cuda-bindings")):
+        if not _importable(module):
+            return f"{package} is not installed: {_INSTALL}"
+    return None
+
+
+@cache
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent of it is absent
+        return False
+
+
+def _unfit(experts: tuple[WeightShape, ...]) -> str | None:
+    """Why the kernels of the fast path do not take these experts."""
+    if not experts:
+        return "it has kernels for routed experts only; dense parts run on the portable ones"
+    for name, weight in zip(("gate", "up", "down"), experts, strict=True):
+        if weight.format not in _FP4:
+            return f"{name} is {weight.format}; it takes {', '.join(_FP4)}"
+        if weight.rows % _PANEL or weight.columns % _PANEL:
+            return (
+                f"{name} has {weight.rows} rows and {weight.columns} columns; "
+                f"it takes multiples of {_PANEL}"
+            )
+    return None

@@ -5,7 +5,8 @@ that cannot be parsed raises ConfigError.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,25 @@ def read(name: str) -> Any:
         return switch.parse(text)
     except ValueError:
         raise ConfigError(f"{name}={text!r}; allowed: {switch.allowed}") from None
+
+
+@contextmanager
+def forced(name: str, text: str) -> Iterator[None]:
+    """While it lasts, switch `name` is set to `text`, in the whole process (proofs use it).
+
+    Raises:
+        ConfigError: the text is not one of the allowed values.
+    """
+    before = os.environ.get(name)
+    os.environ[name] = text
+    try:
+        read(name)
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def changed() -> dict[str, Any]:

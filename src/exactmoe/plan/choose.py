@@ -97,7 +97,7 @@ def _chosen(
     experts: tuple[WeightShape, ...],
     interpreted: bool,
 ) -> Plan:
-    obstacles = {name: _obstacle(name, device, experts, interpreted) for name in BACKENDS}
+    obstacles = {name: _obstacle(name, numerics, device, experts, interpreted) for name in BACKENDS}
     reason = f"backend={requested!r} was asked for"
     if requested == "auto":
         reason = f"EXACTMOE_BACKEND={asked}"
@@ -151,7 +151,11 @@ def _remarks(numerics: Numerics, device: torch.device, taken: str) -> str:
 
 
 def _obstacle(
-    name: str, device: torch.device, experts: tuple[WeightShape, ...], interpreted: bool
+    name: str,
+    numerics: Numerics,
+    device: torch.device,
+    experts: tuple[WeightShape, ...],
+    interpreted: bool,
 ) -> str | None:
     """Why a backend cannot run, or None."""
     if name in _ON_CPU:
@@ -168,7 +172,7 @@ def _obstacle(
         return f"it needs compute capability 9.0 (sm_90); {device} is {row.name}"
     if name == "triton":
         return _missing_triton()
-    return _missing_triton() or _missing_cuda() or _unfit(experts)
+    return _missing_triton() or _missing_cuda() or _unfit(numerics, experts)
 
 
 def _missing_triton() -> str | None:
@@ -190,10 +194,12 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _unfit(experts: tuple[WeightShape, ...]) -> str | None:
+def _unfit(numerics: Numerics, experts: tuple[WeightShape, ...]) -> str | None:
     """Why the kernels of the fast path do not take these experts."""
     if not experts:
         return "it has kernels for routed experts only; dense parts run on the portable ones"
+    if numerics.activation != "a16":
+        return f"its kernels compute class a16; this layer is {numerics.activation}"
     for name, weight in zip(("gate", "up", "down"), experts, strict=True):
         if weight.format not in _FP4:
             return f"{name} is {weight.format}; it takes {', '.join(_FP4)}"

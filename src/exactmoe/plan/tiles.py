@@ -1,0 +1,130 @@
+"""Tiles of the GPU paths: how much of a matrix product one program takes. A tile never changes a
+bit: all tiles of an architecture multiply by one instruction, k ascending on one accumulator.
+
+A table lists the tiles that each path offers. The token width is chosen so that an expert's weights
+are read once: the narrowest that holds the rows of an expert, mean plus two standard deviations of
+uniform routing; else the widest.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt
+
+from exactmoe import env
+from exactmoe.errors import ConfigError
+
+OPS = ("gate_up", "down", "dense_mlp")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The work of one program.
+
+    Attributes:
+        tokens: N of the matrix instruction.
+        rows: weight rows of a program (of each projection where there are two).
+        matrix_rows: M of the tile, at least `rows` and 64; rows beyond are zeros.
+        columns: k of a step.
+        warps: warps of a program.
+        stages: k steps in flight; 0: as many as shared memory holds.
+    """
+
+    tokens: int
+    rows: int
+    matrix_rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        stages = f", {self.stages} stages" if self.stages else ""
+        return (
+            f"{self.tokens} tokens x {self.rows} rows, k {self.columns}, {self.warps} warps{stages}"
+        )
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """The tile of one op in a call, and why it is not another."""
+
+    op: str
+    tile: Tile
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.tile} ({self.reason})"
+
+
+# Backend -> op -> tiles by ascending tokens. Kernels: kernels/cuda/experts.cu, which multiplies with
+# 16 warps and whose ring fills shared memory; kernels/triton.
+_CUDA = tuple(Tile(tokens, 128, 64, 128, 17, 0) for tokens in (8, 16, 32, 64, 128))
+_TRITON = (
+    Tile(16, 64, 64, 128, 4, 3),
+    Tile(32, 64, 64, 128, 4, 3),
+    Tile(64, 64, 64, 64, 4, 3),
+    Tile(128, 64, 64, 64, 8, 3),
+)
+TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "cuda": {"gate_up": _CUDA, "down": _CUDA, "dense_mlp": _TRITON},
+    "triton": {"gate_up": _TRITON, "down": _TRITON, "dense_mlp": _TRITON},
+}
+# (backend, exact architecture) -> op -> tiles, where they differ from those above.
+ON_ARCHITECTURE: dict[tuple[str, str], dict[str, tuple[Tile, ...]]] = {}
+
+
+def offered(backend: str) -> tuple[int, ...]:
+    """Token widths that EXACTMOE_TILE may force on a backend: those that every op of it has."""
+    widths = [{tile.tokens for tile in tiles} for tiles in TILES[backend].values()]
+    return tuple(sorted(set.union(*widths)))
+
+
+def tile(backend: str, architecture: str, op: str, num_slots: int, num_experts: int) -> Tile:
+    """The tile of an op for a call of `num_slots` slots over `num_experts` experts (1: dense).
+
+    Raises:
+        ConfigError: EXACTMOE_TILE names a width that the backend does not offer.
+    """
+    return choose_tile(backend, architecture, op, num_slots, num_experts).tile
+
+
+def choose_tile(
+    backend: str, architecture: str, op: str, num_slots: int, num_experts: int
+) -> TileChoice:
+    """As `tile`, with the reason."""
+    forced = env.read("EXACTMOE_TILE")
+    return _choice(backend, architecture, op, num_slots, num_experts, forced)
+
+
+@lru_cache(maxsize=4096)
+def _choice(
+    backend: str,
+    architecture: str,
+    op: str,
+    num_slots: int,
+    num_experts: int,
+    forced: int | None,
+) -> TileChoice:
+    table = ON_ARCHITECTURE.get((backend, architecture), {}).get(op) or TILES[backend][op]
+    if forced is not None:
+        if forced not in offered(backend):
+            widths = ", ".join(map(str, offered(backend)))
+            raise ConfigError(
+                f"EXACTMOE_TILE is {forced}; allowed on backend {backend!r}: {widths}"
+            )
+        fitting = [tile for tile in table if tile.tokens >= forced]
+        return TileChoice(op, (fitting or table[-1:])[0], f"EXACTMOE_TILE={forced}")
+    mean = rows_per_expert(num_slots, num_experts)
+    needed = num_slots if num_experts == 1 else mean + 2 * sqrt(mean)
+    narrower = [tile for tile in table if tile.tokens < needed]
+    if len(narrower) == len(table):
+        chosen, why = table[-1], "the widest"
+    else:
+        chosen, why = table[len(narrower)], "the narrowest that holds them"
+    who = "rows" if num_experts == 1 else "rows an expert in use"
+    return TileChoice(op, chosen, f"{mean:.1f} {who}; {why}")
+
+
+def rows_per_expert(num_slots: int, num_experts: int) -> float:
+    """Mean rows of the experts that a call uses, were its slots drawn uniformly."""
+    used = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** num_slots)
+    return num_slots / used if used > 0 else 0.0

@@ -9,24 +9,9 @@ slot's place.
 import triton
 import triton.language as tl
 
-from exactmoe.kernels.triton.project import (
-    apply_factor,
-    canonical,
-    project,
-    round_bf16,
-    weight_rows,
-)
+from exactmoe.kernels.triton.functions import canonical, round_bf16, swiglu32
+from exactmoe.kernels.triton.project import apply_factor, project, weight_rows
 from exactmoe.kernels.triton.work import find_tile
-
-
-@triton.jit
-def exp32(x):
-    return tl.exp(x)
-
-
-@triton.jit
-def silu(g):
-    return tl.div_rn(g, 1.0 + exp32(-g))
 
 
 @triton.jit
@@ -48,11 +33,7 @@ def activate(
     g, u = tl.split(pairs)
     g = apply_factor(g, gate, expert, FORMAT, DIVIDE_GATE)
     u = apply_factor(u, up, expert, FORMAT, DIVIDE_UP)
-    if CLAMP:
-        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
-    return silu(g) * u
+    return swiglu32(g, u, limit, CLAMP)
 
 
 @triton.jit

@@ -11,10 +11,9 @@ A weight is the tuple `Weight` of ops/triton/prepare.py.
 import triton
 import triton.language as tl
 
+from exactmoe.kernels.triton.functions import INTERPRETED, fma32
 from exactmoe.kernels.triton.unpack import e4m3_value, fp4_operand
 
-# The interpreter multiplies bfloat16 as integers: there the operands enter the dot as float32.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SCALE_GROUP = tl.constexpr(128)
 DENSE_SEGMENT = tl.constexpr(4096)
 # What unpack.py left out of an NVFP4 operand.
@@ -40,11 +39,13 @@ def weight_rows(weight, expert, row, FORMAT: tl.constexpr):
 def apply_factor(acc, weight, expert, FORMAT: tl.constexpr, DIVIDE: tl.constexpr):
     """The epilogue of a dot, one rounding: acc x global, acc / global, or acc x 2^p (MXFP4)."""
     if FORMAT == "nvfp4":
-        factor = tl.load(weight[3] + expert)
         acc = acc * _NVFP4_UNIT
-        return tl.div_rn(acc, tl.zeros_like(acc) + factor) if DIVIDE else acc * factor
-    if FORMAT == "mxfp4":
-        return acc * tl.load(weight[3] + expert)
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        factor = tl.load(weight[3] + expert)
+        if DIVIDE:
+            acc = tl.div_rn(acc, tl.zeros_like(acc) + factor)
+        else:
+            acc = acc * factor
     return acc
 
 
@@ -64,11 +65,14 @@ def _weight_tile(
         block_mask = mask if EVEN else mask & (block < COLUMNS // BLOCK)
         codes = tl.load(code_pointers[:, None] + byte, mask=byte_mask, other=0)
         scales = tl.load(scale_pointers[:, None] + block, mask=block_mask, other=0)
-        return fp4_operand(codes, scales, exponent[:, None], FORMAT, BLOCK)
-    column = k + tl.arange(0, BLOCK_K)[None, :]
-    column_mask = mask if EVEN else mask & (column < COLUMNS)
-    codes = tl.load(code_pointers[:, None] + column, mask=column_mask, other=0)
-    return e4m3_value(codes).to(tl.bfloat16) if FORMAT == "fp8" else codes
+        tile = fp4_operand(codes, scales, exponent[:, None], FORMAT, BLOCK)
+    else:
+        column = k + tl.arange(0, BLOCK_K)[None, :]
+        column_mask = mask if EVEN else mask & (column < COLUMNS)
+        tile = tl.load(code_pointers[:, None] + column, mask=column_mask, other=0)
+        if FORMAT == "fp8":
+            tile = e4m3_value(tile).to(tl.bfloat16)
+    return tile
 
 
 @triton.jit
@@ -81,11 +85,14 @@ def _token_tile(
     mask = token_mask[None, :]
     column_mask = mask if EVEN else mask & (column < COLUMNS)
     values = tl.load(x_rows[None, :] + column, mask=column_mask, other=0)
-    return e4m3_value(values).to(tl.bfloat16) if SCALED else values
+    if SCALED:
+        values = e4m3_value(values).to(tl.bfloat16)
+    return values
 
 
 @triton.jit
 def _multiply(w, x, acc):
+    # The interpreter multiplies bfloat16 as integers.
     if INTERPRETED:
         return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(w, x, acc)
@@ -119,7 +126,7 @@ def _chains(
                 scale = tl.load(tokens[1] + group, mask=token_mask, other=0)[None, :]
             else:
                 scale = tl.load(rows[1] + group, mask=row_mask, other=0)[:, None]
-            acc = tl.math.fma(chain, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N)), acc)
+            acc = fma32(chain, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N)), acc)
         else:
             acc = _multiply(w, x, acc)
     return acc
@@ -145,31 +152,18 @@ def project(
     and (SCALED) to their scales. SEGMENT: 4096 in dense parts, COLUMNS in routed experts.
     """
     if COLUMNS <= SEGMENT:
-        return _chains(
+        total = _chains(
             rows, row_mask, tokens, token_mask, 0, COLUMNS, COLUMNS,
             FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for segment in tl.static_range(0, COLUMNS, SEGMENT):
-        acc = _chains(
-            rows, row_mask, tokens, token_mask, segment, COLUMNS, SEGMENT,
-            FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        # An addition would be folded into the matrix unit where a segment is one dot.
-        total = tl.math.fma(acc, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), total)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        one = tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32)
+        for segment in tl.static_range(0, COLUMNS, SEGMENT):
+            acc = _chains(
+                rows, row_mask, tokens, token_mask, segment, COLUMNS, SEGMENT,
+                FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            # An addition would be folded into the matrix unit where a segment is one dot.
+            total = fma32(acc, one, total)
     return total
-
-
-@triton.jit
-def round_bf16(values):
-    """Float32 rounded once to bfloat16 (nearest even), as int16 bits; every NaN is 0x7FC0."""
-    bits = values.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(values != values, 0x7FC0, rounded).to(tl.int16)
-
-
-@triton.jit
-def canonical(values):
-    """Float32 with every NaN as 0x7FC00000."""
-    bits = values.to(tl.int32, bitcast=True)
-    return tl.where(values != values, 0x7FC00000, bits).to(tl.float32, bitcast=True)

@@ -46,10 +46,12 @@ def _block_factor(scale, exponent, FORMAT: tl.constexpr):
     byte = scale.to(tl.int32)
     if FORMAT == "nvfp4":
         value = (byte << 20).to(tl.float32, bitcast=True)
-        return value * _HALFWAY_TO_SCALE * _HALFWAY_TO_SCALE
-    biased = byte - exponent + _LARGEST_FACTOR
-    biased = tl.minimum(tl.maximum(biased, 0), _LARGEST_FACTOR)
-    return (biased << 23).to(tl.float32, bitcast=True)
+        value = value * _HALFWAY_TO_SCALE * _HALFWAY_TO_SCALE
+    else:
+        biased = byte - exponent + _LARGEST_FACTOR
+        biased = tl.minimum(tl.maximum(biased, 0), _LARGEST_FACTOR)
+        value = (biased << 23).to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit

@@ -1,0 +1,58 @@
+"""down: the last projection of an expert's slots, each result at its slot's original place.
+
+h bfloat16 [S, I], or (`a8`) e4m3 codes uint8 with scales float32 [S, I / 128]; out [S, H] bfloat16
+bits or float32.
+"""
+
+import triton
+import triton.language as tl
+
+from exactmoe.kernels.triton.functions import canonical, round_bf16
+from exactmoe.kernels.triton.project import apply_factor, project, weight_rows
+from exactmoe.kernels.triton.work import find_tile
+
+
+@triton.jit
+def down(
+    h,
+    weight,
+    routes,
+    out,
+    num_experts,
+    rows,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    ROUND: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """h (values, their row stride, scales, theirs), routes (offsets, slots), out (values, row
+    stride). ROUND: to bfloat16. Grid: (row blocks, token tiles).
+    """
+    offsets, slots = routes
+    expert, first, end = find_tile(
+        offsets, tl.program_id(1), num_experts, BY_SLOT, BLOCK_E, BLOCK_N
+    )
+    if first >= end:
+        return
+    place = first + tl.arange(0, BLOCK_N)
+    token_mask = place < end
+    slot = tl.load(slots + place, mask=token_mask, other=0).to(tl.int64)
+    tokens = (h[0] + slot * h[1], h[2] + slot * h[3])
+    index = tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) * ROWS + index
+    row_mask = (index < ROWS) & (row < rows)
+    acc = project(
+        weight_rows(weight, expert, row, FORMAT), row_mask, tokens, token_mask, COLUMNS,
+        FORMAT, SCALED, COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    result = apply_factor(acc, weight, expert, FORMAT, DIVIDE)
+    pointers = out[0] + slot[None, :] * out[1] + row[:, None]
+    mask = row_mask[:, None] & token_mask[None, :]
+    tl.store(pointers, round_bf16(result) if ROUND else canonical(result), mask=mask)

@@ -104,7 +104,7 @@ def test_planted_fault_in_the_model(run, glm, monkeypatch):
 def test_planted_fault_in_a_known_answer(run, glm, monkeypatch):
     stored = read_file()
     stored["cpu"]["dense nvfp4"].y.view(torch.int16)[0, 3] ^= 1
-    monkeypatch.setattr(check, "read_file", lambda: stored)
+    monkeypatch.setattr(check, "read_files", lambda: stored)
     result = run("verify", glm, *QUICK, "--layers", "1")
     assert result.exit_code == 1
     assert "known answers (dense nvfp4): width 8, token 0, element 3" in result.stderr

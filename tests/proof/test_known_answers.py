@@ -8,14 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exactmoe.errors import BitMismatch, CheckpointError
+from exactmoe.errors import BitMismatch, CheckpointError, Unsupported
 from exactmoe.proof import known_answers as package
 from exactmoe.proof.known_answers import (
     CASES,
     Answer,
     answer_of,
+    check,
+    file_of,
     known_answers,
     read_file,
+    read_files,
     write_file,
 )
 from exactmoe.proof.known_answers.__main__ import main
@@ -38,7 +41,51 @@ def test_file():
     assert list(content["architectures"]) == ["cpu"]
     assert list(content["architectures"]["cpu"]) == [case.name for case in CASES]
     digest = hashlib.sha256(FILE.read_bytes()).hexdigest()
-    assert digest == "955fb2f7b8b736af42ee5d883632ed51019fe853fa9e1aab9c182f516000efa8"
+    assert digest == "08ec58bde5632fe81a172a43c49e1341356d8eff0331694aeff4a4de4b0792e8"
+
+
+def test_files_of_gpus():
+    """Stored for the same cases and the same inputs as the CPU's."""
+    stored = read_files()
+    for name, answers in stored.items():
+        assert file_of(name).is_file()
+        assert set(answers) <= {case.name for case in CASES}
+        for case, answer in answers.items():
+            expected = stored["cpu"][case]
+            assert answer.inputs == expected.inputs, (name, case)
+            assert (answer.y.shape, answer.y.dtype) == (expected.y.shape, expected.y.dtype)
+            scale = expected.y[:4].double().norm()
+            assert float((answer.y[:4].double() - expected.y[:4].double()).norm() / scale) < 0.1
+
+
+def test_nothing_stored_for_an_architecture_is_said(monkeypatch):
+    monkeypatch.setattr(check, "architecture_name", lambda device: "sm_75")
+    monkeypatch.setattr(check, "fingerprint", lambda device: {})
+    report = known_answers("auto", device=torch.device("cuda"))
+    assert report.not_run == {"known answers": "none are stored for sm_75"}
+    assert not report.ok and not report.failed
+
+
+def test_a_case_without_a_path_is_said(monkeypatch):
+    """On a GPU; with a stored answer, and on the CPU, it is an error."""
+
+    def refuse(case, backend, device):
+        raise Unsupported("no path")
+
+    stored = read_files()
+    few = {"dense nvfp4": stored["cpu"]["dense nvfp4"]}
+    monkeypatch.setattr(check, "architecture_name", lambda device: "sm_80")
+    monkeypatch.setattr(check, "fingerprint", lambda device: {})
+    monkeypatch.setattr(check, "answers_on", refuse)
+    monkeypatch.setattr(check, "CASES", [c for c in CASES if c.name != "dense nvfp4"])
+    report = known_answers("auto", {"sm_80": few}, device=torch.device("cuda"))
+    assert set(report.not_run.values()) == {"no path"}
+    assert len(report.not_run) == len(CASES) - 1
+    monkeypatch.setattr(check, "CASES", CASES)
+    with pytest.raises(Unsupported):
+        known_answers("auto", {"sm_80": few}, device=torch.device("cuda"))
+    with pytest.raises(Unsupported):
+        known_answers("cpu")
 
 
 def test_rows_are_ordinary_zero_large_subnormal_and_nan():
@@ -217,11 +264,9 @@ def own_file(tmp_path, monkeypatch):
     few = tuple(case for case in CASES if case.name in ("dense nvfp4", "a16 mxfp4 hash"))
     write_file({"cpu": {case.name: read_file()["cpu"][case.name] for case in few}}, path)
     monkeypatch.setattr(__main__, "FILE", path)
-    monkeypatch.setattr(__main__, "read_file", lambda: read_file(path))
-    monkeypatch.setattr(__main__, "write_file", lambda answers: write_file(answers, path))
     for module in (__main__, check):
         monkeypatch.setattr(module, "CASES", few)
-    monkeypatch.setattr(check, "read_file", lambda: read_file(path))
+    monkeypatch.setattr(check, "read_files", lambda: read_file(path))
     assert file.FILE == FILE
     return path
 

@@ -90,3 +90,32 @@ def test_fingerprint():
     assert machine["torch"] == torch.__version__
     assert set(machine) >= {"exactmoe", "numba", "python", "system", "cpu", "cores", "threads"}
     json.dumps(machine)
+
+
+def test_an_error_is_held_against_its_bound():
+    report = Report("it")
+    report.compare("width", "", bf16(1), bf16(1))
+    report.measure("dot", 1e-6, 1e-5)
+    report.measure("dot", 1e-7, 1e-5)
+    assert report.ok and report.bounds["dot"].found == 1e-6
+    for wrong in (2e-5, float("nan")):
+        excess = Report("it", dimensions=report.dimensions)
+        excess.measure("dot", wrong, 1e-5)
+        excess.measure("dot", 1e-7, 1e-5)
+        assert not excess.ok and excess.failed
+        with pytest.raises(BitMismatch, match="dot: error .*, allowed: 1e-05"):
+            excess.raise_on_mismatch()
+        assert "TOO LARGE" in str(excess)
+        json.dumps(excess.to_dict(), allow_nan=False)
+
+
+def test_what_cannot_run_is_shown():
+    report = Report("it")
+    report.not_run["captured"] = "no CUDA graphs"
+    assert not report.ok and not report.failed
+    assert "captured: not run: no CUDA graphs" in str(report)
+    assert report.to_dict()["not_run"] == {"captured": "no CUDA graphs"}
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table([report]))
+    assert "not run: no CUDA graphs" in shown.get()

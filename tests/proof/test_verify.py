@@ -4,13 +4,17 @@ import pytest
 import torch
 
 import faulty_layers as faults
+from exactmoe import env
 from exactmoe.errors import BitMismatch, ConfigError
 from exactmoe.proof import WIDTHS, verify
 from exactmoe.proof.dimensions import DIMENSIONS
+from exactmoe.proof.dimensions.levers import SWITCHES
 from faulty_layers import ELEMENT, faulty
 from small_layers import small_dense, small_layer
 
 QUICK = (1, 2, 8, 9, 17, 65)
+# Of a GPU only; a CPU's report says why each has not run.
+GPU_ONLY = {"callers", "streams", "captured", "tiles", "levers", "stages"}
 
 # Fault, the dimension that must name it, part of the case, width and token of the first difference.
 PLANTED = [
@@ -108,7 +112,8 @@ def test_every_width(rng, kind, numerics, format):
     report = verify(layer, repeats=3)
     report.raise_on_mismatch()
     assert report.ok
-    assert set(report.dimensions) == {"inputs", *DIMENSIONS}
+    assert set(report.dimensions) == {"inputs", *DIMENSIONS} - GPU_ONLY
+    assert set(report.not_run) == GPU_ONLY
     assert (layer.limits, layer.backend, torch.get_num_threads()) == before
     entries = 1 if kind == "bare" else 2
     assert report.dimensions["width"].comparisons == entries * 3 * len(WIDTHS)
@@ -125,7 +130,7 @@ def test_two_hundred_repeats(rng):
 def test_dense(rng):
     report = verify(small_dense(rng))
     assert report.ok
-    assert set(report.dimensions) == {"inputs", *DIMENSIONS} - {"order"}
+    assert set(report.dimensions) == {"inputs", *DIMENSIONS} - GPU_ONLY - {"order"}
 
 
 def test_bytes_are_counted(rng):
@@ -166,6 +171,21 @@ def test_refused(rng, arguments, message):
 def test_no_layer():
     with pytest.raises(ConfigError, match="layer is Linear; allowed: MoELayer, DenseMLP"):
         verify(torch.nn.Linear(2, 2))
+
+
+def test_levers_are_switches_away_from_their_default():
+    for name, text in SWITCHES.items():
+        with env.forced(name, text):
+            assert env.changed() == {name: env.read(name)}
+        assert env.changed() == {}
+
+
+def test_nothing_that_can_run_is_no_proof(rng):
+    report = verify(small_dense(rng), dimensions=["captured"])
+    assert report.not_run == {"captured": "cpu has no CUDA graphs"}
+    assert not report.ok
+    with pytest.raises(BitMismatch, match="nothing was compared"):
+        report.raise_on_mismatch()
 
 
 def test_progress_names_what_runs(rng):

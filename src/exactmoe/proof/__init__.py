@@ -3,11 +3,12 @@
 from exactmoe.proof.compare import Difference
 from exactmoe.proof.machine import fingerprint
 from exactmoe.proof.replay import Recorded, recording, replay
-from exactmoe.proof.report import Count, Report, table
+from exactmoe.proof.report import Bound, Count, Report, table
 from exactmoe.proof.verify import WIDTHS, verify
 
 __all__ = [
     "WIDTHS",
+    "Bound",
     "Count",
     "Difference",
     "Recorded",

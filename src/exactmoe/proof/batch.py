@@ -104,22 +104,22 @@ class Entry:
 
     def random(self, width: int, stream: int) -> Batch:
         """A batch of `width` tokens, the same on every machine."""
-        layer = self.layer
-        x = wide((width, self.hidden_size), stream).bfloat16()
+        layer, device = self.layer, self.layer.device
+        x = wide((width, self.hidden_size), stream, device).bfloat16()
         if isinstance(layer, DenseMLP):
-            return Batch(x).map(lambda tensor: tensor.to(layer.device))
+            return Batch(x)
         config = layer.config
         if self.name == "block":
             table: Any = None if layer.router is None else layer.router.table
-            ids = None if table is None else integers((width,), stream + 1, 0, table.shape[0] - 1)
-            return Batch(x, token_ids=ids).map(lambda tensor: tensor.to(layer.device))
+            if table is None:
+                return Batch(x)
+            return Batch(x, integers((width,), stream + 1, 0, table.shape[0] - 1, device))
         if config.top_k <= config.num_experts:
-            experts = permutations(width, config.num_experts, stream + 2)[:, : config.top_k]
+            experts = permutations(width, config.num_experts, stream + 2, device)[:, : config.top_k]
         else:
-            experts = integers((width, config.top_k), stream + 2, 0, config.num_experts - 1)
-        weights = units((width, config.top_k), stream + 3)
-        batch = Batch(x, expert_ids=experts.int().contiguous(), weights=weights)
-        return batch.map(lambda tensor: tensor.to(layer.device))
+            experts = integers((width, config.top_k), stream + 2, 0, config.num_experts - 1, device)
+        weights = units((width, config.top_k), stream + 3, device)
+        return Batch(x, expert_ids=experts.int().contiguous(), weights=weights)
 
 
 def entries(layer: MoELayer | DenseMLP) -> list[Entry]:

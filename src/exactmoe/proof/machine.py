@@ -1,4 +1,8 @@
-"""The fingerprint of a machine: what a proof was run on."""
+"""The fingerprint of a machine: what a proof was run on.
+
+Known answers are filed under the architecture: every CPU gives the same bits, and every card of one
+exact architecture.
+"""
 
 import os
 import platform
@@ -8,15 +12,12 @@ from typing import Any
 
 import torch
 
+from exactmoe.plan import architecture_name
+
 CONTRACT_VERSION = 1
 """Version of the bit contract (docs/numerics.md). A change of bits is a new one."""
 
 _CPUINFO = Path("/proc/cpuinfo")
-
-
-def architecture(device: torch.device) -> str:
-    """The name that known answers are filed under; every CPU gives the same bits."""
-    return device.type
 
 
 def package_version(name: str = "exactmoe") -> str:
@@ -29,8 +30,10 @@ def package_version(name: str = "exactmoe") -> str:
 
 def fingerprint(device: torch.device | None = None) -> dict[str, Any]:
     """Architecture, contract version, and the programs and processor that ran. Plain values."""
+    device = device or torch.device("cpu")
     return {
-        "architecture": architecture(device or torch.device("cpu")),
+        "architecture": architecture_name(device),
+        **_card(device),
         "contract": CONTRACT_VERSION,
         "exactmoe": package_version(),
         "torch": torch.__version__,
@@ -40,6 +43,16 @@ def fingerprint(device: torch.device | None = None) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+    }
+
+
+def _card(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return {
+        "card": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda or torch.version.hip,
+        "triton": package_version("triton"),
     }
 
 

@@ -1,17 +1,22 @@
 """Test numbers from an integer hash that is written out here: no library's random generator.
 
 The same numbers come out on every machine, device and version, so answers can be stored in a file.
+They are made on `device` (default: the CPU): wide calls of a GPU's layer would take seconds there.
 """
 
 import torch
 from torch import Tensor
+
+from exactmoe.formats.scales import power_of_two
+
+Device = torch.device | None
 
 _MASK = 0xFFFFFFFF
 _STREAM_STEP = 0x9E3779B9
 _POWERS = 0x10000000  # streams that no caller counts up to
 
 
-def words(shape: tuple[int, ...], stream: int) -> Tensor:
+def words(shape: tuple[int, ...], stream: int, device: Device = None) -> Tensor:
     """Well mixed 32-bit words as int64 of this shape; streams are independent of each other.
 
     The mixer is "lowbias32" (C. Wellons, hash-prospector): shifts, multiplications modulo 2^32.
@@ -19,7 +24,8 @@ def words(shape: tuple[int, ...], stream: int) -> Tensor:
     count = 1
     for size in shape:
         count *= size
-    value = (torch.arange(count, dtype=torch.int64) + _mix(stream * _STREAM_STEP & _MASK)) & _MASK
+    start = _mix(stream * _STREAM_STEP & _MASK)
+    value = (torch.arange(count, dtype=torch.int64, device=device or "cpu") + start) & _MASK
     return _mixed(value).view(shape)
 
 
@@ -32,38 +38,40 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def _mix(value: int) -> int:
-    return int(_mixed(torch.tensor([value], dtype=torch.int64)))
+    return int(_mixed(torch.tensor([value], dtype=torch.int64, device="cpu")))
 
 
-def integers(shape: tuple[int, ...], stream: int, low: int, high: int) -> Tensor:
+def integers(
+    shape: tuple[int, ...], stream: int, low: int, high: int, device: Device = None
+) -> Tensor:
     """Int64 from low to high, both included."""
-    return low + words(shape, stream) % (high - low + 1)
+    return low + words(shape, stream, device) % (high - low + 1)
 
 
-def bells(shape: tuple[int, ...], stream: int) -> Tensor:
+def bells(shape: tuple[int, ...], stream: int, device: Device = None) -> Tensor:
     """Float32 shaped like a normal distribution of deviation 1: four bytes added, exact in float32.
 
     A byte has deviation 73.9, four of them 147.8; the divisor 128 keeps every value exact.
     """
-    word = words(shape, stream)
+    word = words(shape, stream, device)
     total = (word & 255) + (word >> 8 & 255) + (word >> 16 & 255) + (word >> 24)
     return (total - 510).float() / 128.0
 
 
-def wide(shape: tuple[int, ...], stream: int) -> Tensor:
+def wide(shape: tuple[int, ...], stream: int, device: Device = None) -> Tensor:
     """Float32 of deviation about 1 over thirteen binades: bells x 2^-10 ... 2^2.
 
     Numbers of one size add without rounding for a while, and then show no order of a sum.
     """
-    powers = integers(shape, stream + _POWERS, -10, 2)
-    return torch.ldexp(bells(shape, stream), powers)
+    powers = integers(shape, stream + _POWERS, -10, 2, device)
+    return bells(shape, stream, device) * power_of_two(powers)
 
 
-def units(shape: tuple[int, ...], stream: int) -> Tensor:
+def units(shape: tuple[int, ...], stream: int, device: Device = None) -> Tensor:
     """Float32 in (0, 1], multiples of 2^-24."""
-    return ((words(shape, stream) >> 8) + 1).float() / float(1 << 24)
+    return ((words(shape, stream, device) >> 8) + 1).float() / float(1 << 24)
 
 
-def permutations(rows: int, size: int, stream: int) -> Tensor:
+def permutations(rows: int, size: int, stream: int, device: Device = None) -> Tensor:
     """Int64 [rows, size]: each row a permutation of 0 ... size - 1."""
-    return torch.argsort(words((rows, size), stream), dim=1, stable=True)
+    return torch.argsort(words((rows, size), stream, device), dim=1, stable=True)

@@ -1,6 +1,10 @@
-"""Report: what was compared, how much of it, and the first difference of each dimension."""
+"""Report: what was compared, how much of it, and the first difference of each dimension.
 
-from collections.abc import Sequence
+Errors against float64 are in it too (`bounds`), and what could not run here, with the reason.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from exactmoe.errors import BitMismatch
-from exactmoe.proof.compare import Difference, first_difference, hexadecimal, same_bytes
+from exactmoe.proof.compare import Difference, bits, first_difference, hexadecimal, same_bytes
 from exactmoe.proof.machine import fingerprint
 
 
@@ -31,6 +35,27 @@ class Count:
         }
 
 
+@dataclass(frozen=True)
+class Bound:
+    """An error against float64 and what the contract (section 8) allows; NaN is too much."""
+
+    found: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is allowed."""
+        return self.found <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.found:.3g}, allowed: {self.allowed:.3g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; an error that is no number is text there."""
+        found = self.found if math.isfinite(self.found) else str(self.found)
+        return {"found": found, "allowed": self.allowed, "ok": self.ok}
+
+
 @dataclass
 class Report:
     """The result of one proof.
@@ -38,19 +63,29 @@ class Report:
     Attributes:
         subject: what was proved, for example "layer 3: MoELayer, hash".
         dimensions: name -> Count, in the order they ran.
+        bounds: what was measured -> the largest error met, and the allowed one.
+        not_run: dimension, or part of one -> why it could not run here.
         machine: see proof/machine.py.
         seconds: how long it took.
     """
 
     subject: str
     dimensions: dict[str, Count] = field(default_factory=dict)
+    bounds: dict[str, Bound] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=fingerprint)
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared and nothing differed."""
-        return self.comparisons > 0 and self.mismatches == 0
+        """Whether something was compared, nothing differed, and no error is too large."""
+        return self.comparisons > 0 and self.mismatches == 0 and not self.excesses
+
+    @property
+    def failed(self) -> bool:
+        """Not ok, and not because nothing of it can run here."""
+        nothing_can_run = self.comparisons == 0 and not self.excesses and bool(self.not_run)
+        return not self.ok and not nothing_can_run
 
     @property
     def comparisons(self) -> int:
@@ -72,6 +107,19 @@ class Report:
         """The first difference of each dimension that has one."""
         return [count.first for count in self.dimensions.values() if count.first is not None]
 
+    @property
+    def excesses(self) -> list[str]:
+        """The errors that are larger than allowed, as text."""
+        return [f"{name}: error {bound}" for name, bound in self.bounds.items() if not bound.ok]
+
+    def measure(self, name: str, found: float, allowed: float) -> None:
+        """An error against float64. Of several with one name the worst against its own bound is
+        kept.
+        """
+        kept, new = self.bounds.get(name), Bound(found, allowed)
+        if kept is None or (kept.ok and not found / allowed <= kept.found / kept.allowed):
+            self.bounds[name] = new
+
     def compare(
         self,
         dimension: str,
@@ -91,8 +139,8 @@ class Report:
         count.nbytes += expected.numel() * expected.element_size()
         if same_bytes(expected, found):
             return
-        for row in range(expected.shape[0]):
-            count.mismatches += not same_bytes(expected[row], found[row])
+        different = (bits(expected) != bits(found)).any(-1)
+        count.mismatches += int(different.sum())
         place = first_difference(expected, found)
         if count.first is None and place is not None:
             row, column = place
@@ -111,8 +159,8 @@ class Report:
 
     def raise_on_mismatch(self) -> None:
         """Raise BitMismatch that names the first difference of each dimension, if there is one."""
-        if self.mismatches:
-            lines = [str(difference) for difference in self.differences]
+        if self.mismatches or self.excesses:
+            lines = [*(str(difference) for difference in self.differences), *self.excesses]
             raise BitMismatch("\n".join([f"{self.subject}: {self.mismatches} rows differ", *lines]))
         if not self.comparisons:
             raise BitMismatch(f"{self.subject}: nothing was compared")
@@ -126,6 +174,8 @@ class Report:
             "bytes": self.nbytes,
             "mismatches": self.mismatches,
             "dimensions": {name: count.to_dict() for name, count in self.dimensions.items()},
+            "bounds": {name: bound.to_dict() for name, bound in self.bounds.items()},
+            "not_run": dict(self.not_run),
             "seconds": self.seconds,
             "machine": self.machine,
         }
@@ -135,7 +185,8 @@ class Report:
         return table([self])
 
     def __str__(self) -> str:
-        lines = [f"{self.subject}: {'ok' if self.ok else 'FAILED'}"]
+        verdict = "ok" if self.ok else "FAILED" if self.failed else "not run"
+        lines = [f"{self.subject}: {verdict}"]
         for name, count in self.dimensions.items():
             found = f"{count.mismatches} differ" if count.mismatches else "equal"
             lines.append(
@@ -143,6 +194,9 @@ class Report:
             )
             if count.first is not None:
                 lines.append(f"    first: {count.first}")
+        for name, bound in self.bounds.items():
+            lines.append(f"  {name}: error {bound}{'' if bound.ok else '  TOO LARGE'}")
+        lines += [f"  {name}: not run: {reason}" for name, reason in self.not_run.items()]
         return "\n".join(lines)
 
 
@@ -155,14 +209,20 @@ def table(reports: Sequence[Report], title: str | None = None) -> Table:
     made.add_column("bytes", justify="right")
     made.add_column("result")
     for report in reports:
-        for position, (name, count) in enumerate(report.dimensions.items()):
-            result = f"[red]{count.mismatches} differ[/red]" if count.mismatches else "equal"
-            made.add_row(
-                report.subject if position == 0 else "",
-                name,
-                f"{count.comparisons:,}",
-                f"{count.nbytes:,}",
-                result,
-                end_section=position == len(report.dimensions) - 1,
-            )
+        subject = report.subject
+        for name, *cells in _table_rows(report):
+            made.add_row(subject, name, *cells)
+            subject = ""
+        made.add_section()
     return made
+
+
+def _table_rows(report: Report) -> Iterator[tuple[str, str, str, str]]:
+    """dimension, rows, bytes, result."""
+    for name, count in report.dimensions.items():
+        result = f"[red]{count.mismatches} differ[/red]" if count.mismatches else "equal"
+        yield name, f"{count.comparisons:,}", f"{count.nbytes:,}", result
+    for name, bound in report.bounds.items():
+        yield name, "", "", f"error {bound}" if bound.ok else f"[red]error {bound}[/red]"
+    for name, reason in report.not_run.items():
+        yield name, "", "", f"not run: {reason}"

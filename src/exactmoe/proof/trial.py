@@ -10,7 +10,7 @@ from exactmoe.errors import BitMismatch
 from exactmoe.proof.batch import Batch, Entry
 from exactmoe.proof.report import Report
 
-_STREAMS_A_TRIAL = 1000
+_STREAMS_A_TRIAL = 10_000
 _CROWD_STREAM = 10
 
 
@@ -35,9 +35,21 @@ class Trial:
     backend_rows: int
     _copies: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
+    def stream(self, number: int) -> int:
+        """The stream of proof/numbers.py that this trial uses under a number."""
+        return self.seed * _STREAMS_A_TRIAL + number * 10
+
     def random(self, width: int, stream: int) -> Batch:
         """Random tokens; another stream gives other tokens."""
-        return self.entry.random(width, self.seed * _STREAMS_A_TRIAL + stream * 10)
+        return self.entry.random(width, self.stream(stream))
+
+    def cannot_run(self, dimension: str, reason: str) -> None:
+        """Say in the report why a dimension, or a part of one, does not run here."""
+        self.report.not_run[dimension] = reason
+
+    def measure(self, name: str, found: float, allowed: float) -> None:
+        """An error against float64, named with the entry."""
+        self.report.measure(f"{self.entry.name}: {name}", found, allowed)
 
     def empty(self, width: int) -> Tensor:
         """Memory for y of a call, not written."""

@@ -1,4 +1,9 @@
-"""verify: proof, on this machine, that a layer gives a token one bit pattern (docs/numerics.md)."""
+"""verify: proof, on this machine, that a layer gives a token one bit pattern (docs/numerics.md).
+
+On the CPU the definition itself is compared byte by byte. The dots of a GPU have the order of its
+matrix instruction: there the paths are compared with each other, everything but the dots with the
+reference, and the dots with float64.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +19,14 @@ from exactmoe.proof.trial import Trial
 
 # They cross every border of a tile that a kernel may have, from both sides.
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 1000)
+# Of a GPU's layer: wider tiles, and the widths of a prefill.
+GPU_WIDTHS = (*WIDTHS, 255, 256, 511, 513, 2049, 4096, 8192)
 
 
 def verify(
     layer: MoELayer | DenseMLP,
     *,
-    widths: Iterable[int] = WIDTHS,
+    widths: Iterable[int] | None = None,
     seed: int = 0,
     repeats: int = 20,
     backend_rows: int = 2,
@@ -34,16 +41,17 @@ def verify(
 
     Args:
         layer: a MoELayer or DenseMLP, of any device and backend.
-        widths: tokens a call.
+        widths: tokens a call; None: WIDTHS, and up to 8192 tokens where a GPU path runs.
         seed: chooses the inputs; they come from an integer hash, so they are the same everywhere.
         repeats: how often one call is repeated.
-        backend_rows: tokens compared with the reference backend, which is slow.
+        backend_rows: tokens compared with the reference backend of the CPU, which is slow.
         dimensions: names from proof/dimensions; None: all of them.
         subject: what the report calls the layer.
         progress: called with the name of each dimension before it runs.
 
     Returns:
-        A Report: rows and bytes compared in each dimension, the first difference of each, `ok`.
+        A Report: rows and bytes compared in each dimension, the first difference of each, errors
+        of a GPU's dots against float64, what could not run here and why, `ok`.
         It does not raise on a mismatch; `report.raise_on_mismatch()` does.
 
     Raises:
@@ -52,6 +60,8 @@ def verify(
     """
     if not isinstance(layer, MoELayer | DenseMLP):
         raise ConfigError(f"layer is {type(layer).__name__}; allowed: MoELayer, DenseMLP")
+    if widths is None:
+        widths = GPU_WIDTHS if layer.device.type == "cuda" else WIDTHS
     ascending = _checked_widths(widths)
     chosen = _checked_dimensions(dimensions)
     if repeats < 1 or backend_rows < 1:

@@ -20,17 +20,29 @@ def memory(trial: Trial) -> None:
     What torch allocates without writing reads as NaN meanwhile. A y that lies in the workspace
     would change when it is filled after the call.
     """
-    held = arena(trial.entry.layer.device)
+    device = trial.entry.layer.device
+    held = arena(device)
     for tokens in _WIDTHS:
         batch = trial.random(tokens, _STREAM)
         expected = trial.run(batch).clone()
         for byte in BYTES:
             held.fill(byte)
+            poison_allocator(device)
             with unwritten_reads_nan():
                 y = trial.run(batch)
             trial.compare("memory", f"workspace of bytes 0x{byte:02X}", expected, y)
             held.fill(byte)
             trial.compare("memory", "y after the workspace was filled", expected, y)
+
+
+def poison_allocator(device: torch.device) -> None:
+    """Blocks of a GPU's allocator, large and small, written and given back (field fault A19)."""
+    if device.type != "cuda":
+        return
+    for value in (float("nan"), 3e38):
+        for count, nbytes in ((4, 1 << 28), (64, 1 << 19), (64, 1 << 12)):
+            blocks = [torch.full((nbytes // 4,), value, device=device) for _ in range(count)]
+            del blocks
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def _random(trial: Trial, tokens: int) -> Batch:
 def _to_its_experts(trial: Trial, tokens: int) -> Batch:
     """The ordinary needle's routes for all; a whole block's router gets it at other lengths."""
     batch = trial.needles[0].repeated(tokens)
-    lengths = 0.5 + units((tokens, 1), trial.seed).to(batch.x.device)
+    lengths = 0.5 + units((tokens, 1), trial.seed, batch.x.device)
     return replace(batch, x=(batch.x.float() * lengths).bfloat16())
 
 

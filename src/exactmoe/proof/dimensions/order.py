@@ -24,7 +24,7 @@ def order(trial: Trial) -> None:
             batch.expert_ids[1, 1] = batch.expert_ids[1, 0]
             batch.expert_ids[2, 0] = -1
         expected = trial.run(batch)
-        shuffled = permutations(tokens, top_k, trial.seed).to(batch.x.device)
+        shuffled = permutations(tokens, top_k, trial.seed, batch.x.device)
         rising = shuffled.sort(dim=1).values
         arranged = {"reversed": rising.flip(1), "rotated": rising.roll(1, 1), "shuffled": shuffled}
         for name, columns in arranged.items():

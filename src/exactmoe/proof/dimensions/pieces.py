@@ -18,5 +18,22 @@ def pieces(trial: Trial) -> None:
             trial.compare("pieces", f"max_rows {size}", expected, trial.run(batch))
     finally:
         layer.reserve(before)
+    if layer.device.type == "cuda":
+        _one_piece(trial)
     out = trial.empty(batch.width).fill_(float("nan"))
     trial.compare("pieces", "into out=", expected, trial.run(batch, out))
+
+
+def _one_piece(trial: Trial) -> None:
+    """The widest call in one piece: tiles and offsets of a prefill, however small max_rows is."""
+    layer = trial.entry.layer
+    tokens, before = max(trial.widths), layer.limits.max_rows
+    if tokens <= before:
+        return
+    batch = trial.random(tokens, _STREAM + 1)
+    expected = trial.run(batch)
+    try:
+        layer.reserve(tokens)
+        trial.compare("pieces", f"max_rows {tokens}", expected, trial.run(batch))
+    finally:
+        layer.reserve(before)

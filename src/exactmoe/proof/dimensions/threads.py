@@ -11,6 +11,10 @@ _WIDTHS = (1, 33)
 
 def threads(trial: Trial) -> None:
     """torch's thread count, which the CPU backend follows unless EXACTMOE_THREADS fixes it."""
+    device = trial.entry.layer.device
+    if device.type != "cpu":
+        trial.cannot_run("threads", f"torch's threads compute nothing on {device.type}")
+        return
     before = torch.get_num_threads()
     for tokens in _WIDTHS:
         batch = trial.random(tokens, _STREAM)

@@ -222,4 +222,17 @@ CASES = (
     Case("dense fp8, two segments", _dense("fp8", 144, 4368, "f32")),
     Case("dense nvfp4, two segments", _dense("nvfp4", 16, 4112, "f32")),
     Case("dense mxfp4, two segments", _dense("mxfp4", 32, 4128, "f32")),
+    # Multiples of 128: the sizes that a path with a layout of its own takes.
+    Case(
+        "a16 nvfp4 sigmoid shared limit, sizes 256 and 384",
+        _block(_Layer("nvfp4", 256, 384, num_experts=16, top_k=4, numerics=_F32)),
+    ),
+    Case(
+        "a16 mxfp4 sqrt_softplus, sizes 128 and 256",
+        _block(_Layer("mxfp4", 128, 256, score=_SOFTPLUS, numerics=_F32)),
+    ),
+    Case(
+        "a16 nvfp4 divided experts only, sizes 128 and 256",
+        _experts(_Layer("nvfp4", 128, 256, top_k=6, divide=True)),
+    ),
 )

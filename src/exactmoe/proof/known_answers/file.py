@@ -1,4 +1,7 @@
-"""proof/known_answers.json: read, checked, and written."""
+"""The stored answers: read, checked, and written; one file an architecture.
+
+proof/known_answers.json holds those of the CPU, proof/known_answers_sm_90.json those of sm_90, ...
+"""
 
 import base64
 import binascii
@@ -13,11 +16,14 @@ from torch import Tensor
 
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import CheckpointError
+from exactmoe.proof.backends import canonical_twin, paths_of
 from exactmoe.proof.batch import Batch, Entry
 from exactmoe.proof.known_answers.cases import Case
 from exactmoe.proof.machine import CONTRACT_VERSION
 
-FILE = Path(__file__).parent.parent / "known_answers.json"
+CPU = torch.device("cpu")
+FOLDER = Path(__file__).parent.parent
+FILE = FOLDER / "known_answers.json"
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -50,16 +56,34 @@ class Answer:
         )
 
 
-def build(case: Case, backend: str) -> tuple[Entry, Batch]:
-    """The entry and the batch of a case. Its numbers follow from its name, not from its place."""
+def build(case: Case, backend: str, device: torch.device = CPU) -> tuple[Entry, Batch]:
+    """The entry and the batch of a case. Its numbers follow from its name, not from its place, and
+    are made on the CPU.
+    """
     stream = int(hashlib.sha256(case.name.encode()).hexdigest()[:6], 16)
-    return case.make(stream, backend)
+    if device == CPU:
+        return case.make(stream, backend)
+    entry, batch = case.make(stream, "auto")
+    layer = canonical_twin(entry.layer.to(device), backend)
+    return Entry(entry.name, layer), batch.map(lambda tensor: tensor.to(device))
 
 
-def answer_of(case: Case, backend: str) -> Answer:
-    """Run a case."""
-    entry, batch = build(case, backend)
-    return Answer(inputs_digest(entry, batch), entry(batch))
+def answer_of(case: Case, backend: str, device: torch.device = CPU) -> Answer:
+    """Run a case; the answer lies on the CPU."""
+    entry, batch = build(case, backend, device)
+    return Answer(inputs_digest(entry, batch), entry(batch).cpu())
+
+
+def answers_on(case: Case, backend: str, device: torch.device) -> dict[str, Answer]:
+    """Run a case on a device: backend -> its answer, for the named backend and, on a GPU, for each
+    further path that the layer has there.
+    """
+    entry, batch = build(case, backend, device)
+    used, *others = paths_of(entry.layer)
+    answers = {used: Answer(inputs_digest(entry, batch), entry(batch).cpu())}
+    if device != CPU:
+        answers |= {name: answer_of(case, name, device) for name in others}
+    return answers
 
 
 def inputs_digest(entry: Entry, batch: Batch) -> str:
@@ -88,7 +112,20 @@ def _buffers(entry: Entry) -> list[tuple[str, Tensor]]:
 
 
 def _as_bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def file_of(architecture: str) -> Path:
+    """Where the answers of an architecture lie."""
+    return FILE if architecture == "cpu" else FOLDER / f"known_answers_{architecture}.json"
+
+
+def read_files() -> dict[str, dict[str, Answer]]:
+    """Architecture -> case -> answer, of every file. CheckpointError: see `read_file`."""
+    answers = read_file()
+    for path in sorted(FOLDER.glob("known_answers_*.json")):
+        answers |= read_file(path)
+    return answers
 
 
 def read_file(path: Path = FILE) -> dict[str, dict[str, Answer]]:

@@ -1,0 +1,27 @@
+"""Levers: switches of env.py that choose another way through the same arithmetic."""
+
+from exactmoe import env
+from exactmoe.proof.backends import gpu_order
+from exactmoe.proof.trial import Trial
+
+# Switch -> the setting that is not the default.
+SWITCHES = {
+    "EXACTMOE_SHARED_STREAM": "off",
+    "EXACTMOE_UNION": "off",
+    "EXACTMOE_HOST_LOOP": "on",
+}
+_STREAM = 150
+_WIDTHS = (1, 8, 65)
+
+
+def levers(trial: Trial) -> None:
+    """Each switch away from its default, by itself."""
+    if not gpu_order(trial.entry.layer):
+        trial.cannot_run("levers", "the CPU's backends have none")
+        return
+    for tokens in _WIDTHS:
+        batch = trial.random(tokens, _STREAM)
+        expected = trial.run(batch)
+        for switch, setting in SWITCHES.items():
+            with env.forced(switch, setting):
+                trial.compare("levers", f"{switch}={setting}", expected, trial.run(batch))

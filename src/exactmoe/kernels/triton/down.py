@@ -13,6 +13,35 @@ from exactmoe.kernels.triton.work import find_tile
 
 
 @triton.jit
+def down_tile(
+    weight,
+    expert,
+    block,
+    tokens,
+    token_mask,
+    rows,
+    COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """(float32 [M, N] of rows block x ROWS on, these rows, and which of them are real)."""
+    index = tl.arange(0, BLOCK_M)
+    row = block * ROWS + index
+    row_mask = (index < ROWS) & (row < rows)
+    acc = project(
+        weight_rows(weight, expert, row, FORMAT), row_mask, tokens, token_mask,
+        COLUMNS, SEGMENT, FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    return apply_factor(acc, weight, expert, FORMAT, DIVIDE), row, row_mask
+
+
+@triton.jit
 def down(
     h,
     weight,
@@ -45,14 +74,13 @@ def down(
     token_mask = place < end
     slot = tl.load(slots + place, mask=token_mask, other=0).to(tl.int64)
     tokens = (h[0] + slot * h[1], h[2] + slot * h[3])
-    index = tl.arange(0, BLOCK_M)
-    row = tl.program_id(0) * ROWS + index
-    row_mask = (index < ROWS) & (row < rows)
-    acc = project(
-        weight_rows(weight, expert, row, FORMAT), row_mask, tokens, token_mask, COLUMNS,
-        FORMAT, SCALED, COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K,
+    result, row, row_mask = down_tile(
+        weight, expert, tl.program_id(0), tokens, token_mask, rows, COLUMNS, COLUMNS,
+        FORMAT, SCALED, DIVIDE, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    result = apply_factor(acc, weight, expert, FORMAT, DIVIDE)
     pointers = out[0] + slot[None, :] * out[1] + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]
-    tl.store(pointers, round_bf16(result) if ROUND else canonical(result), mask=mask)
+    if ROUND:
+        tl.store(pointers, round_bf16(result), mask=mask)
+    else:
+        tl.store(pointers, canonical(result), mask=mask)

@@ -15,29 +15,7 @@ from exactmoe.kernels.triton.work import find_tile
 
 
 @triton.jit
-def activate(
-    acc,
-    gate,
-    up,
-    expert,
-    limit,
-    FORMAT: tl.constexpr,
-    DIVIDE_GATE: tl.constexpr,
-    DIVIDE_UP: tl.constexpr,
-    CLAMP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """acc [M, N] of gate and up rows -> silu(min(g, L)) x clamp(u, -L, L), float32 [M / 2, N]."""
-    pairs = acc.reshape(2, BLOCK_M // 2, BLOCK_N).permute(1, 2, 0)
-    g, u = tl.split(pairs)
-    g = apply_factor(g, gate, expert, FORMAT, DIVIDE_GATE)
-    u = apply_factor(u, up, expert, FORMAT, DIVIDE_UP)
-    return swiglu32(g, u, limit, CLAMP)
-
-
-@triton.jit
-def pair_rows(gate, up, expert, row, is_up, FORMAT: tl.constexpr):
+def _pair_rows(gate, up, expert, row, is_up, FORMAT: tl.constexpr):
     """weight_rows of a tile that holds rows of both projections."""
     gate_rows = weight_rows(gate, expert, row, FORMAT)
     up_rows = weight_rows(up, expert, row, FORMAT)
@@ -46,6 +24,45 @@ def pair_rows(gate, up, expert, row, is_up, FORMAT: tl.constexpr):
         tl.where(is_up, up_rows[1], gate_rows[1]),
         tl.where(is_up, up_rows[2], gate_rows[2]),
     )
+
+
+@triton.jit
+def gate_up_tile(
+    gate,
+    up,
+    expert,
+    block,
+    tokens,
+    token_mask,
+    limit,
+    rows,
+    COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    DIVIDE_GATE: tl.constexpr,
+    DIVIDE_UP: tl.constexpr,
+    CLAMP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """(float32 [M / 2, N] of rows block x ROWS on, these rows, and which of them are real)."""
+    HALF: tl.constexpr = BLOCK_M // 2
+    index = tl.arange(0, BLOCK_M)
+    row = block * ROWS + index % HALF
+    row_mask = (index % HALF < ROWS) & (row < rows)
+    acc = project(
+        _pair_rows(gate, up, expert, row, index >= HALF, FORMAT), row_mask, tokens, token_mask,
+        COLUMNS, SEGMENT, FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    g, u = tl.split(acc.reshape(2, HALF, BLOCK_N).permute(1, 2, 0))
+    g = apply_factor(g, gate, expert, FORMAT, DIVIDE_GATE)
+    u = apply_factor(u, up, expert, FORMAT, DIVIDE_UP)
+    index = tl.arange(0, HALF)
+    row = block * ROWS + index
+    return swiglu32(g, u, limit, CLAMP), row, (index < ROWS) & (row < rows)
 
 
 @triton.jit
@@ -73,9 +90,8 @@ def gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x (values, their row stride, scales, theirs), routes (offsets, slots), h (values, row stride).
-
-    Grid: (row blocks, token tiles).
+    """x (values, their row stride, scales, theirs), routes (offsets, slots), weights float32 [S], h
+    (values, row stride). Grid: (row blocks, token tiles).
     """
     offsets, slots = routes
     expert, first, end = find_tile(
@@ -88,26 +104,14 @@ def gate_up(
     slot = tl.load(slots + place, mask=token_mask, other=0).to(tl.int64)
     token = slot // top_k
     tokens = (x[0] + token * x[1], x[2] + token * x[3])
-
-    HALF: tl.constexpr = BLOCK_M // 2
-    index = tl.arange(0, BLOCK_M)
-    row = tl.program_id(0) * ROWS + index % HALF
-    row_mask = (index % HALF < ROWS) & (row < rows)
-    both = pair_rows(gate, up, expert, row, index >= HALF, FORMAT)
-    acc = project(
-        both, row_mask, tokens, token_mask, COLUMNS,
-        FORMAT, SCALED, COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K,
+    result, row, row_mask = gate_up_tile(
+        gate, up, expert, tl.program_id(0), tokens, token_mask, limit, rows, COLUMNS, COLUMNS,
+        FORMAT, SCALED, DIVIDE_GATE, DIVIDE_UP, CLAMP, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    result = activate(
-        acc, gate, up, expert, limit, FORMAT, DIVIDE_GATE, DIVIDE_UP, CLAMP, BLOCK_M, BLOCK_N
-    )
-    index = tl.arange(0, HALF)
-    row = tl.program_id(0) * ROWS + index
-    row_mask = (index < ROWS) & (row < rows)
-    out = h[0] + slot[None, :] * h[1] + row[:, None]
+    pointers = h[0] + slot[None, :] * h[1] + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]
     if SCALED:
         weight = tl.load(weights + slot, mask=token_mask, other=0)
-        tl.store(out, canonical(result * weight[None, :]), mask=mask)
+        tl.store(pointers, canonical(result * weight[None, :]), mask=mask)
     else:
-        tl.store(out, round_bf16(result), mask=mask)
+        tl.store(pointers, round_bf16(result), mask=mask)

@@ -2,10 +2,10 @@
 
 M rows of the weight, N tokens. The chains of contract section 4: `a16` one float32 chain; a SCALED
 call (`a8`: x in e4m3 codes) and an fp8 weight one chain per 128 of k, acc = fma(chain, scale, acc)
-from +0; a DENSE call anew from +0 every 4096 of k, added ascending. A k tile that reaches past the
-row has zeros on both operands.
+from +0; dense parts anew from +0 every SEGMENT of k, added ascending. A k tile that reaches past
+the row has zeros on both operands.
 
-A weight is the tuple `Weight` of ops/triton/prepare.py.
+A weight is the tuple `arguments` of ops/triton/prepare.py.
 """
 
 import triton
@@ -14,19 +14,17 @@ import triton.language as tl
 from exactmoe.kernels.triton.functions import INTERPRETED, fma32
 from exactmoe.kernels.triton.unpack import e4m3_value, fp4_operand
 
-SCALE_GROUP = tl.constexpr(128)
-DENSE_SEGMENT = tl.constexpr(4096)
+_SCALE_ROWS = tl.constexpr(128)
 # What unpack.py left out of an NVFP4 operand.
 _NVFP4_UNIT = tl.constexpr(2.0**8)
 
 
 @triton.jit
 def weight_rows(weight, expert, row, FORMAT: tl.constexpr):
-    """Of rows [M] of an expert: pointers to their codes and block scales, and p + 127 int32 [M]."""
+    """Of rows int32 [M] of an expert: pointers to codes and block scales, and p + 127 int32 [M]."""
     codes, scales, exponents, _, codes_expert, codes_row, scales_expert, scales_row = weight
-    expert = expert.to(tl.int64)
     row = row.to(tl.int64)
-    scale_row = row // SCALE_GROUP if FORMAT == "fp8" else row
+    scale_row = row // _SCALE_ROWS if FORMAT == "fp8" else row
     code_pointers = codes + expert * codes_expert + row * codes_row
     scale_pointers = scales + expert * scales_expert + scale_row * scales_row
     exponent = tl.zeros_like(row).to(tl.int32)
@@ -42,20 +40,22 @@ def apply_factor(acc, weight, expert, FORMAT: tl.constexpr, DIVIDE: tl.constexpr
         acc = acc * _NVFP4_UNIT
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         factor = tl.load(weight[3] + expert)
-        if DIVIDE:
-            acc = tl.div_rn(acc, tl.zeros_like(acc) + factor)
-        else:
-            acc = acc * factor
+        acc = tl.div_rn(acc, tl.zeros_like(acc) + factor) if DIVIDE else acc * factor
     return acc
 
 
 @triton.jit
 def _weight_tile(
-    rows, row_mask, k, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr
+    rows,
+    row_mask,
+    k,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """bfloat16 [M, BLOCK_K] from k on."""
     code_pointers, scale_pointers, exponent = rows
-    EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
     mask = row_mask[:, None]
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
@@ -77,14 +77,19 @@ def _weight_tile(
 
 @triton.jit
 def _token_tile(
-    x_rows, token_mask, k, COLUMNS: tl.constexpr, SCALED: tl.constexpr, BLOCK_K: tl.constexpr
+    pointers,
+    token_mask,
+    k,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """bfloat16 [BLOCK_K, N] from k on: values, or (`a8`) the values of codes."""
-    EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
     column = k + tl.arange(0, BLOCK_K)[:, None]
     mask = token_mask[None, :]
     column_mask = mask if EVEN else mask & (column < COLUMNS)
-    values = tl.load(x_rows[None, :] + column, mask=column_mask, other=0)
+    values = tl.load(pointers[None, :] + column, mask=column_mask, other=0)
     if SCALED:
         values = e4m3_value(values).to(tl.bfloat16)
     return values
@@ -92,14 +97,39 @@ def _token_tile(
 
 @triton.jit
 def _multiply(w, x, acc):
-    # The interpreter multiplies bfloat16 as integers.
-    if INTERPRETED:
-        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(w, x, acc)
+    if INTERPRETED:  # which multiplies bfloat16 as integers
+        acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(w, x, acc)
+    return acc
 
 
 @triton.jit
-def _chains(
+def _chain(
+    rows,
+    row_mask,
+    tokens,
+    token_mask,
+    START: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Float32 [M, N] over SEGMENT of k from START on: one chain from +0."""
+    EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(START, min(START + SEGMENT, COLUMNS), BLOCK_K):
+        w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, BLOCK_K)
+        x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, False, BLOCK_K)
+        acc = _multiply(w, x, acc)
+    return acc
+
+
+@triton.jit
+def _chains_of_128(
     rows,
     row_mask,
     tokens,
@@ -112,23 +142,28 @@ def _chains(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHAIN: tl.constexpr = 128,
 ):
-    """Float32 [M, N] over SEGMENT of k from START on, from +0."""
+    """Float32 [M, N] over SEGMENT of k from START on: acc = fma(chain, scale, acc) from +0.
+
+    The scale is the token's (SCALED) or that of the weight's block.
+    """
+    tl.static_assert(CHAIN % BLOCK_K == 0)
+    EVEN: tl.constexpr = COLUMNS % CHAIN == 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(START, min(START + SEGMENT, COLUMNS), BLOCK_K):
-        w = _weight_tile(rows, row_mask, k, COLUMNS, FORMAT, BLOCK_K)
-        x = _token_tile(tokens[0], token_mask, k, COLUMNS, SCALED, BLOCK_K)
-        if SCALED or FORMAT == "fp8":
-            tl.static_assert(BLOCK_K == SCALE_GROUP)
-            chain = _multiply(w, x, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-            group = k // SCALE_GROUP
-            if SCALED:
-                scale = tl.load(tokens[1] + group, mask=token_mask, other=0)[None, :]
-            else:
-                scale = tl.load(rows[1] + group, mask=row_mask, other=0)[:, None]
-            acc = fma32(chain, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N)), acc)
+    for start in range(START, min(START + SEGMENT, COLUMNS), CHAIN):
+        chain = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for part in tl.static_range(0, CHAIN, BLOCK_K):
+            k = start + part
+            w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, BLOCK_K)
+            x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, SCALED, BLOCK_K)
+            chain = _multiply(w, x, chain)
+        group = start // CHAIN
+        if SCALED:
+            scale = tl.load(tokens[1] + group, mask=token_mask, other=0)[None, :]
         else:
-            acc = _multiply(w, x, acc)
+            scale = tl.load(rows[1] + group, mask=row_mask, other=0)[:, None]
+        acc = fma32(chain, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N)), acc)
     return acc
 
 
@@ -139,9 +174,9 @@ def project(
     tokens,
     token_mask,
     COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALED: tl.constexpr,
-    SEGMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -149,21 +184,21 @@ def project(
     """Float32 accumulators [M, N] before the epilogue.
 
     rows: what weight_rows gave, for M rows. tokens: pointers [N] to values bfloat16 or codes uint8,
-    and (SCALED) to their scales. SEGMENT: 4096 in dense parts, COLUMNS in routed experts.
+    and (SCALED) to their scales. SEGMENT: k of a segment, COLUMNS where there is one.
     """
-    if COLUMNS <= SEGMENT:
-        total = _chains(
-            rows, row_mask, tokens, token_mask, 0, COLUMNS, COLUMNS,
-            FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        one = tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32)
-        for segment in tl.static_range(0, COLUMNS, SEGMENT):
-            acc = _chains(
-                rows, row_mask, tokens, token_mask, segment, COLUMNS, SEGMENT,
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    one = tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32)
+    for start in tl.static_range(0, COLUMNS, SEGMENT):
+        if SCALED or FORMAT == "fp8":
+            acc = _chains_of_128(
+                rows, row_mask, tokens, token_mask, start, COLUMNS, SEGMENT,
                 FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            # An addition would be folded into the matrix unit where a segment is one dot.
-            total = fma32(acc, one, total)
+        else:
+            acc = _chain(
+                rows, row_mask, tokens, token_mask, start, COLUMNS, SEGMENT,
+                FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        # An addition would be folded into the matrix unit where a segment is one dot.
+        total = acc if COLUMNS <= SEGMENT else fma32(acc, one, total)
     return total

@@ -1,30 +1,29 @@
 """Operands of the matrix units: codes and block scales of a weight tile to bfloat16, exactly.
 
-A tile is BLOCK_M rows by BLOCK_K of k; column j of the operand is k + j, so the low nibble of a
-byte comes before its high nibble (the k order is part of the bits).
+A tile is M rows by K columns; the low nibble of a byte is the column before its high nibble's (the
+k order is part of the bits).
 
-FP4: with the sign at bit 31 and the three magnitude bits at 24..22, a float32 word is code x 2^-126
-(subnormals included). One multiply by scale x 2^118 (NVFP4) gives code x scale x 2^-8, and by
-2^(n - p + 126) (MXFP4) code x 2^(n - p); both are bfloat16 numbers. `apply_factor` in project.py
-undoes the 2^-8.
+FP4: with the sign at bit 15 and the three magnitude bits at 8..6, a bfloat16 is code x 2^-126,
+subnormals included. One bfloat16 multiply by scale x 2^118 (NVFP4) gives code x scale x 2^-8, and
+by 2^(n - p + 126) (MXFP4) code x 2^(n - p): both exact. `apply_factor` in project.py undoes the
+2^-8.
 """
 
 import triton
 import triton.language as tl
 
+from exactmoe.kernels.triton.functions import INTERPRETED
+
 # A block scale byte e4m3, moved to bits 26..20 of a float32, is scale x 2^-120; scale x 2^118 is
 # two factors away, because 2^238 is no float32.
 _HALFWAY_TO_SCALE = tl.constexpr(2.0**119)
 _E4M3_UNIT = tl.constexpr(2.0**120)
-# The biased exponent of a float32 that stands for 2^126: the largest of a zero's block.
+# The biased exponent of a bfloat16 that stands for 2^126: the factor of a block with exponent p.
 _LARGEST_FACTOR = tl.constexpr(253)
-
-
-@triton.jit
-def _code_value(nibble):
-    """Float32 code x 2^-126 of four bits int32 at bits 3..0 (others are ignored)."""
-    bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)
-    return bits.to(tl.float32, bitcast=True)
+# Two codes of a byte to a word of two bfloat16: the low nibble times 2^6 and 2^12 puts its
+# magnitude and its sign in place, the high nibble times 2^18 and 2^24.
+_MAGNITUDES, _MAGNITUDE_BITS = tl.constexpr(0x00040040), tl.constexpr(0x01C001C0)
+_SIGNS, _SIGN_BITS = tl.constexpr(0x01001000), tl.constexpr(-0x7FFF8000)
 
 
 @triton.jit
@@ -40,18 +39,28 @@ def e4m3_value(byte):
 def _block_factor(scale, exponent, FORMAT: tl.constexpr):
     """Float32 factor of a block: scale x 2^118 (NVFP4), 2^(n - p + 126) (MXFP4).
 
-    `exponent` is p + 127 of the tile's rows. Only blocks of zeros are clamped: no NaN comes from
-    0 x Inf.
+    `exponent` is p + 127 of the rows. The clamps change blocks of zeros only, whose zeros must not
+    meet an Inf.
     """
     byte = scale.to(tl.int32)
     if FORMAT == "nvfp4":
         value = (byte << 20).to(tl.float32, bitcast=True)
-        value = value * _HALFWAY_TO_SCALE * _HALFWAY_TO_SCALE
+        factor = value * _HALFWAY_TO_SCALE * _HALFWAY_TO_SCALE
     else:
-        biased = byte - exponent + _LARGEST_FACTOR
-        biased = tl.minimum(tl.maximum(biased, 0), _LARGEST_FACTOR)
-        value = (biased << 23).to(tl.float32, bitcast=True)
-    return value
+        biased = tl.minimum(tl.maximum(byte - exponent + _LARGEST_FACTOR, 0), _LARGEST_FACTOR)
+        factor = (biased << 23).to(tl.float32, bitcast=True)
+    return factor
+
+
+@triton.jit
+def _times(bits, factor):
+    """Exact product of bfloat16 bits int16 and a float32 factor that is a bfloat16."""
+    if INTERPRETED:  # which multiplies bfloat16 as integers and loses its subnormals
+        values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        product = (values * factor).to(tl.bfloat16)
+    else:
+        product = bits.to(tl.bfloat16, bitcast=True) * factor.to(tl.bfloat16)
+    return product
 
 
 @triton.jit
@@ -60,8 +69,8 @@ def fp4_operand(codes, scales, exponent, FORMAT: tl.constexpr, BLOCK: tl.constex
     M: tl.constexpr = codes.shape[0]
     BYTES: tl.constexpr = codes.shape[1]
     HALF: tl.constexpr = BLOCK // 2
-    bytes = codes.to(tl.int32).reshape(M, BYTES // HALF, HALF)
-    factor = _block_factor(scales, exponent, FORMAT).expand_dims(2)
-    low = (_code_value(bytes) * factor).to(tl.bfloat16)
-    high = (_code_value(bytes >> 4) * factor).to(tl.bfloat16)
-    return tl.join(low, high).reshape(M, 2 * BYTES)
+    byte = codes.to(tl.int32).reshape(M, BYTES // HALF, HALF)
+    pair = (byte * _MAGNITUDES) & _MAGNITUDE_BITS | (byte * _SIGNS) & _SIGN_BITS
+    halves = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
+    factor = _block_factor(scales, exponent, FORMAT).expand_dims(2).expand_dims(3)
+    return _times(halves, factor).reshape(M, 2 * BYTES)

@@ -13,9 +13,9 @@ import triton.language as tl
 def find_tile(
     offsets, index, num_experts, BY_SLOT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """(expert, first sorted slot, end of the expert's slots) of tile `index`; a hole has first >= end.
+    """(expert int64, first sorted slot, end of the expert's slots) of tile `index`.
 
-    offsets int32 [E + 1].
+    A hole has first >= end. offsets int32 [E + 1].
     """
     experts = tl.arange(0, BLOCK_E)
     known = experts < num_experts
@@ -30,4 +30,4 @@ def find_tile(
         expert = tl.sum((known & (begins <= index)).to(tl.int32), 0) - 1
         start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
         first = start + (index - start // BLOCK_N - expert) * BLOCK_N
-    return expert, first, end
+    return expert.to(tl.int64), first, end

@@ -1,16 +1,17 @@
 """gate_up: the first two projections of the routed experts, and SwiGLU between them."""
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
 
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.triton import gate_up as kernels
+from exactmoe.ops.triton.launch import Launch, architecture, expert_grid, row_arguments
 from exactmoe.ops.triton.prepare import TritonWeight
-from exactmoe.ops.triton.tile import Tile, token_tiles
+from exactmoe.plan.tiles import Tile, tile
 from exactmoe.runtime.routes import RouteTable
-
-TILE = Tile(16, 32, 64, 128, 4, 3)
 
 
 def gate_up(
@@ -20,41 +21,46 @@ def gate_up(
     weights: Tensor | None,
     swiglu_limit: float | None,
     h: Tensor,
-    tile: Tile = TILE,
 ) -> None:
+    """rows [T, H] -> h [S, I] in place: `a16` bfloat16; `a8` float32, times weights [T, K]."""
+    experts = gate_up[0].weight.num_experts
+    chosen = tile("triton", architecture(h.device), "gate_up", h.shape[0], experts)
+    launch(rows, gate_up, routes, weights, swiglu_limit, h, chosen).run()
+
+
+def launch(
+    rows: Rows,
+    gate_up: tuple[TritonWeight, TritonWeight],
+    routes: RouteTable,
+    weights: Tensor | None,
+    swiglu_limit: float | None,
+    h: Tensor,
+    tile: Tile,
+) -> Launch:
+    """The launch with a given tile; its rows of both projections are one operand."""
+    tile = replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
     gate, up = gate_up
-    num_slots, num_tokens = h.shape[0], rows.values.shape[0]
-    if num_slots == 0:
-        return
-    experts, size, columns = gate.weight.num_experts, gate.weight.rows, gate.weight.columns
-    tiles, by_slot = token_tiles(num_slots, tile.tokens, experts)
-    scaled = rows.scales is not None
-    values = rows.values.view(torch.uint8) if scaled else rows.values
-    scales = rows.scales if scaled else gate.factors
-    kernels.gate_up[(triton.cdiv(size, tile.rows), tiles)](
-        (values, values.stride(0), scales, scales.stride(0)),
-        gate.arguments,
-        up.arguments,
-        (routes.offsets, routes.slots),
-        gate.factors if weights is None else weights,
-        (h if scaled else h.view(torch.int16), h.stride(0)),
-        0.0 if swiglu_limit is None else swiglu_limit,
-        experts,
-        num_slots // num_tokens,
-        size,
-        COLUMNS=columns,
-        FORMAT=gate.format,
-        SCALED=scaled,
-        DIVIDE_GATE=gate.divide,
-        DIVIDE_UP=up.divide,
-        CLAMP=swiglu_limit is not None,
-        BY_SLOT=by_slot,
-        BLOCK_E=triton.next_power_of_2(experts),
-        ROWS=tile.rows,
-        BLOCK_M=tile.matrix_rows,
-        BLOCK_N=tile.tokens,
-        BLOCK_K=tile.columns,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-    )
+    size, columns, experts = gate.weight.rows, gate.weight.columns, gate.weight.num_experts
+    tiles, found_by = expert_grid(h.shape[0], experts, tile)
+    arguments = {
+        "x": row_arguments(rows),
+        "gate": gate.arguments,
+        "up": up.arguments,
+        "routes": (routes.offsets, routes.slots),
+        "weights": gate.factors if weights is None else weights,
+        "h": (h if rows.scales is not None else h.view(torch.int16), h.stride(0)),
+        "limit": 0.0 if swiglu_limit is None else swiglu_limit,
+        "num_experts": experts,
+        "top_k": h.shape[0] // max(rows.values.shape[0], 1),
+        "rows": size,
+    }
+    constants = {
+        "COLUMNS": columns,
+        "FORMAT": gate.format,
+        "SCALED": rows.scales is not None,
+        "DIVIDE_GATE": gate.divide,
+        "DIVIDE_UP": up.divide,
+        "CLAMP": swiglu_limit is not None,
+    }
+    grid = (triton.cdiv(size, tile.rows), tiles)
+    return Launch(kernels.gate_up, grid, arguments, constants | found_by, tile)

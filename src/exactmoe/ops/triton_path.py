@@ -1,0 +1,28 @@
+"""The Triton path: launchers of the portable GPU kernels."""
+
+from exactmoe.ops.path import DEVICE
+from exactmoe.ops.triton.combine import combine
+from exactmoe.ops.triton.dense_mlp import dense_mlp
+from exactmoe.ops.triton.down import down
+from exactmoe.ops.triton.finish import finish
+from exactmoe.ops.triton.gate_up import gate_up
+from exactmoe.ops.triton.prepare import prepare
+from exactmoe.ops.triton.quantize import quantize
+from exactmoe.ops.triton.route_table import route_table
+from exactmoe.ops.triton.router import router
+
+
+class TritonPath:
+    """Kernels compiled at their first call; see ops/path.py for the shapes."""
+
+    name = "triton"
+    storage = DEVICE
+    prepare = staticmethod(prepare)
+    quantize = staticmethod(quantize)
+    router = staticmethod(router)
+    route_table = staticmethod(route_table)
+    gate_up = staticmethod(gate_up)
+    down = staticmethod(down)
+    combine = staticmethod(combine)
+    dense_mlp = staticmethod(dense_mlp)
+    finish = staticmethod(finish)

@@ -3,17 +3,55 @@
 A call is cut into pieces of `max_rows` tokens that run in the workspace of the block's device.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from exactmoe import env, ops
 from exactmoe.bank import ExactModule
 from exactmoe.config import Limits
-from exactmoe.ops import DECODED, DEVICE, Path, Storage, path
+from exactmoe.errors import Unsupported
+from exactmoe.ops import DECODED, DEVICE, Path, Storage
 from exactmoe.plan import Plan, backends
-from exactmoe.runtime.workspace import Arena, Region, arena, total_bytes
+from exactmoe.runtime import notes, workspace
+from exactmoe.runtime.devices import capturing, current
+from exactmoe.runtime.workspace import Arena, Region, total_bytes
+
+
+@dataclass(frozen=True)
+class Space:
+    """What one call runs with.
+
+    Attributes:
+        path: of the backend that was chosen for this call.
+        arrays: of the workspace, by name; as many rows as a piece may have.
+        arena: that they lie in.
+    """
+
+    path: Path
+    arrays: dict[str, Tensor]
+    arena: Arena
+
+    def rows(self, name: str, count: int) -> Tensor:
+        """The first `count` rows of an array."""
+        return self.arrays[name][:count]
+
+    def staged(self, x: Tensor) -> Tensor:
+        """x bfloat16 [T, H] as the path reads it: the caller's own memory, or a copy in `x`."""
+        if self.reads(x):
+            return x
+        return self.rows("x", x.shape[0]).copy_(x)
+
+    def reads(self, tensor: Tensor) -> bool:
+        """Whether the path reads a caller's tensor where it is: contiguous, at a multiple of 16
+        bytes.
+        """
+        given = self.path.storage.reads_given
+        return given and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 class Block(ExactModule):
@@ -27,7 +65,6 @@ class Block(ExactModule):
         super().__init__()
         self._limits = limits or Limits()
         self.backend = backend
-        self._views: tuple[int, int, Storage, dict[str, Tensor]] | None = None
 
     @property
     def limits(self) -> Limits:
@@ -47,74 +84,85 @@ class Block(ExactModule):
         raise NotImplementedError
 
     def workspace_bytes(self, max_rows: int | None = None) -> int:
-        """Bytes of workspace for calls of `max_rows` tokens a piece (default: as now). A closed
-        form, nothing runs.
+        """Bytes of workspace for calls of `max_rows` tokens a piece (default: as now; at least 1).
+        A closed form, nothing runs.
+
+        Each stream that calls has an arena of this size, or of what another layer of the device
+        needs if that is more; so have the graphs that are captured on one stream.
         """
         rows = max(self.limits.max_rows if max_rows is None else max_rows, 1)
         return max(total_bytes(self.regions(rows, s)) for s in _storages(self.device))
 
     def reserve(self, max_rows: int) -> None:
-        """Set the tokens a piece and make the device's arena large enough. Waits for the calls of
-        other threads; not while capturing.
+        """Set the tokens a piece and make the device's workspace large enough. Waits for the calls
+        of other threads; not while capturing.
 
         Raises:
             ConfigError: max_rows is no positive integer.
-            Unsupported: the memory could not be allocated, or a call is running on this thread. The
-                layer is as it was.
+            Unsupported: the memory could not be allocated, a call is running on this thread, or the
+                workspace would grow while a captured graph may be alive. The layer is as it was.
         """
         limits = Limits(max_rows=max_rows, checks=self.limits.checks)
+        nbytes = self.workspace_bytes(max_rows)
+        workspace.require_no_captures(self.device, nbytes)
 
         def assign() -> None:
             self._limits = limits
 
-        self._arena().reserve(self.workspace_bytes(max_rows), assign)
+        self._reserve(nbytes, assign)
 
-    def _arena(self) -> Arena:
-        return arena(self.device)
+    def _reserve(self, nbytes: int, then: Callable[[], None] | None = None) -> None:
+        if capturing(self.device):
+            raise Unsupported(
+                "a CUDA graph is being captured; allowed: to make, move or reserve layers before it"
+            )
+        workspace.reserve(self.device, self, nbytes, then)
 
-    def _workspace(self, max_rows: int) -> dict[str, Tensor]:
-        held, kept = self._arena(), self._views
-        storage = path(self.plan().backend).storage
-        if kept is None or kept[:3] != (held.generation, max_rows, storage):
-            views = held.views(self.regions(max_rows, storage))
-            kept = self._views = (held.generation, max_rows, storage, views)
-        return kept[3]
+    def _ready(self) -> None:
+        """Ends the making of a block: its workspace, and on a GPU its weights as its path reads
+        them, so that the first call may be captured.
+        """
+        self._reserve(self.workspace_bytes())
+        if self.device.type == "cuda":
+            with current(self.device):
+                self._prepare(ops.path(self.plan().backend))
 
-    def _in_pieces(
-        self, num_tokens: int, compute: Callable[[dict[str, Tensor], slice], None]
-    ) -> None:
+    def _prepare(self, path: Path) -> None:
+        """Make what the path needs of the weights."""
+        raise NotImplementedError
+
+    def _in_pieces(self, num_tokens: int, compute: Callable[[Space, slice], None]) -> None:
         """compute(space, piece) for each piece of a call, in the workspace, with no other call in
         between.
         """
+        path = ops.path(self.plan().backend)
+        with current(self.device):
+            held = workspace.arena(self.device)
 
-        def pieces() -> None:
-            max_rows = self.limits.max_rows  # once: all pieces have this size
-            space = self._workspace(max_rows)
-            for start in range(0, num_tokens, max_rows):
-                compute(space, slice(start, min(start + max_rows, num_tokens)))
+            def pieces() -> None:
+                rows = self.limits.max_rows  # once: all pieces have this size
+                arrays = held.views_for(
+                    self, (rows, path.storage), lambda: self.regions(rows, path.storage)
+                )
+                space = Space(path, arrays, held)
+                for start in range(0, num_tokens, rows):
+                    compute(space, slice(start, min(start + rows, num_tokens)))
 
-        self._arena().exclusively(pieces)
+            held.exclusively(pieces)
 
     def _own_memory(self) -> dict[str, Tensor]:
         """What a caller's `out` may not lie in: the weights and the workspace."""
         own = {f"the layer's {name}": buffer for name, buffer in self.named_buffers()}
-        return {**own, "the workspace": self._arena().memory}
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._views = None
+        return {**own, "the workspace": workspace.arena(self.device).memory}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._arena().reserve(self.workspace_bytes())
+        self._reserve(self.workspace_bytes())
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_views": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._arena().reserve(self.workspace_bytes())
+        self._reserve(self.workspace_bytes())
 
 
 def _storages(device: torch.device) -> tuple[Storage, ...]:
@@ -124,13 +172,10 @@ def _storages(device: torch.device) -> tuple[Storage, ...]:
     return (DECODED, DEVICE) if "triton" in backends(device) else (DECODED,)
 
 
-def lies_well(tensor: Tensor) -> bool:
-    """Whether kernels can read a tensor where it is: contiguous, at a multiple of 16 bytes."""
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
-def staged(path: Path, space: dict[str, Tensor], x: Tensor) -> Tensor:
-    """x bfloat16 [T, H] as the path reads it: the caller's own memory, or a copy in `x`."""
-    if path.storage.reads_given and lies_well(x):
-        return x
-    return space["x"][: x.shape[0]].copy_(x)
+def lever(name: str) -> Any:
+    """The value of a switch that is there for comparison; said once when it is not the default."""
+    value = env.read(name)
+    if value != env.SWITCHES[name].default:
+        meaning = env.SWITCHES[name].meaning
+        notes.once(logging.WARNING, name, lambda: f"{name} is not at its default: {meaning}")
+    return value

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.bank import ExpertBank
-from exactmoe.block import Block, staged
+from exactmoe.block import Block, Space
 from exactmoe.config import Limits, Numerics, checked_swiglu_limit
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Storage, compiled
-from exactmoe.plan import Explanation, Plan, choose, explain
+from exactmoe.plan import Explanation, Plan, choose, explain, tiles_of
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_x, output
 from exactmoe.runtime.workspace import Region
 
@@ -24,7 +24,7 @@ class DenseMLP(Block):
         down: bfloat16 [H, I], or a PackedWeight of one expert.
         swiglu_limit: clamp of gate (from above) and up (both sides); None: no clamp.
         limits: tokens a piece.
-        backend: "auto", "cpu" or "reference".
+        backend: "auto", or a name of plan.BACKENDS.
         output: type of y: "bf16" or "f32".
     """
 
@@ -44,7 +44,7 @@ class DenseMLP(Block):
         )
         self.swiglu_limit = checked_swiglu_limit(swiglu_limit)
         self.numerics = Numerics(output=output)
-        self._arena().reserve(self.workspace_bytes())
+        self._ready()
 
     @property
     def device(self) -> torch.device:
@@ -70,13 +70,9 @@ class DenseMLP(Block):
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
-        return explain(
-            self.plan(),
-            self.numerics,
-            self.limits,
-            width,
-            [self.bank.gate, self.bank.up, self.bank.down],
-        )
+        plan, rows = self.plan(), min(width, self.limits.max_rows)
+        weights = self.bank.weights()
+        return explain(plan, self.numerics, self.limits, width, weights, tiles_of(plan, rows))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x bfloat16 [T, H] -> y [T, H]. x is not written; y shares memory with nothing."""
@@ -87,25 +83,30 @@ class DenseMLP(Block):
         check_x(x, self.hidden_size, self.device)
         own = {} if out is None else self._own_memory()
         y = output(out, {"x": x}, own, self.hidden_size, self.numerics.output)
-        path = ops.path(self.plan().backend)
 
-        def compute(space: dict[str, Tensor], piece: slice) -> None:
-            rows = staged(path, space, x[piece])
-            path.finish(self.run(path, space, rows), y[piece])
+        def compute(space: Space, piece: slice) -> None:
+            space.path.finish(self.run(space, space.staged(x[piece])), y[piece])
 
         self._in_pieces(x.shape[0], compute)
         return y
 
-    def run(self, path: ops.Path, space: dict[str, Tensor], x: Tensor) -> Tensor:
+    def run(self, space: Space, x: Tensor) -> Tensor:
         """One piece in the given workspace: x [T, H] as the path reads it -> float32 [T, H] in
         `dense_out`, not yet rounded.
         """
-        h, result = (space[name][: x.shape[0]] for name in ("dense_h", "dense_out"))
-        gate, up, down = (
-            self.bank.prepared(name, path.name, path.prepare) for name in ("gate", "up", "down")
-        )
+        path = dense_path(space.path)
+        h, result = (space.rows(name, x.shape[0]) for name in ("dense_h", "dense_out"))
+        gate, up, down = self.bank.prepared_for(path)
         path.dense_mlp(x, (gate, up, down), self.swiglu_limit, h, result)
         return result
+
+    def _prepare(self, path: ops.Path) -> None:
+        self.bank.prepared_for(dense_path(path))
+
+
+def dense_path(path: ops.Path) -> ops.Path:
+    """The path that runs the dense parts of a layer on `path`: one that reads canonical order."""
+    return path if path.storage.layout == ops.CANONICAL else ops.path("triton")
 
 
 def _one_expert(name: str, weight: Tensor | PackedWeight) -> PackedWeight:

@@ -4,24 +4,23 @@ Each piece of a call runs the data path of docs/design.md: router, route table, 
 down, combine. y is the only allocation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.bank import ExpertBank, Router
-from exactmoe.block import Block, lies_well, staged
+from exactmoe.block import Block, Space, lever
 from exactmoe.config import Limits, MoEConfig, Numerics, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError, Unsupported
-from exactmoe.formats.rows import Rows
 from exactmoe.formats.units import PIECE
 from exactmoe.ops import Storage, compiled
-from exactmoe.plan import Explanation, Plan, choose, explain
+from exactmoe.plan import Explanation, Plan, choose, explain, tiles_of
+from exactmoe.routed import routed_slots
 from exactmoe.runtime.devices import resolve
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_routes, check_token_ids, check_x, output
-from exactmoe.runtime.routes import RouteTable
 from exactmoe.runtime.workspace import Region
 
 # Of the contract (section 4): the chains of a router logit.
@@ -63,7 +62,7 @@ class MoELayer(Block):
             fault = torch.zeros(1, dtype=torch.int64, device=bank.device)
         self.register_buffer("fault", fault, persistent=False)
         self.plan()
-        self._arena().reserve(self.workspace_bytes())
+        self._ready()
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +126,9 @@ class MoELayer(Block):
         return self.router
 
     def plan(self) -> Plan:
-        return choose(self.numerics, self.device, self.backend, self.bank.shapes)
+        return choose(
+            self.numerics, self.device, self.backend, self.bank.shapes, self.bank.fixed_order
+        )
 
     def regions(self, rows: int, storage: Storage) -> list[Region]:
         hidden, inner, experts = (
@@ -168,13 +169,11 @@ class MoELayer(Block):
         """Which path runs a call of `width` tokens, and why; the matrix units that each expert may
         use.
         """
-        return explain(
-            self.plan(),
-            self.numerics,
-            self.limits,
-            width,
-            [self.bank.gate, self.bank.up, self.bank.down],
-        )
+        rows = min(width, self.limits.max_rows)
+        tiles = tiles_of(self.plan(), rows * self.config.top_k, self.config.num_experts)
+        if self.shared is not None:
+            tiles += tiles_of(self.plan(), rows)
+        return explain(self.plan(), self.numerics, self.limits, width, self.bank.weights(), tiles)
 
     def check(self) -> None:
         """Raise ConfigError if a call since the last check met an expert id >= num_experts (it was
@@ -202,13 +201,10 @@ class MoELayer(Block):
         if token_ids is not None and router.table is not None:
             inputs["token_ids"] = token_ids
         y = self._output(out, inputs)
-        path = ops.path(self.plan().backend)
 
-        def compute(space: dict[str, Tensor], piece: slice) -> None:
-            rows = staged(path, space, x[piece])
-            routed = self._route(path, space, rows, _piece_of(token_ids, piece))
-            shared = None if self.shared is None else self.shared.run(path, space, rows)
-            self._experts(path, space, rows, routed, shared, y[piece])
+        def compute(space: Space, piece: slice) -> None:
+            rows, ids = space.staged(x[piece]), _piece_of(token_ids, piece)
+            self._experts(space, rows, lambda: self._route(space, rows, ids), self.shared, y[piece])
 
         self._in_pieces(x.shape[0], compute)
         return self._finished(y)
@@ -229,12 +225,10 @@ class MoELayer(Block):
         check_x(x, self.config.hidden_size, self.device)
         check_routes(expert_ids, weights, x.shape[0], self.config.top_k, self.device)
         y = self._output(out, {"x": x, "expert_ids": expert_ids, "weights": weights})
-        path = ops.path(self.plan().backend)
 
-        def compute(space: dict[str, Tensor], piece: slice) -> None:
-            rows = staged(path, space, x[piece])
-            routed = self._stage(path, space, expert_ids[piece], weights[piece])
-            self._experts(path, space, rows, routed, None, y[piece])
+        def compute(space: Space, piece: slice) -> None:
+            rows, given = space.staged(x[piece]), (expert_ids[piece], weights[piece])
+            self._experts(space, rows, lambda: self._stage(space, *given), None, y[piece])
 
         self._in_pieces(x.shape[0], compute)
         return self._finished(y)
@@ -247,85 +241,77 @@ class MoELayer(Block):
         shape = (x.shape[0], self.config.top_k)
         expert_ids = torch.empty(shape, dtype=torch.int32, device=x.device)
         weights = torch.empty(shape, dtype=torch.float32, device=x.device)
-        path = ops.path(self.plan().backend)
 
-        def compute(space: dict[str, Tensor], piece: slice) -> None:
-            rows = staged(path, space, x[piece])
-            ids, values = self._route(path, space, rows, _piece_of(token_ids, piece))
+        def compute(space: Space, piece: slice) -> None:
+            rows = space.staged(x[piece])
+            ids, values = self._route(space, rows, _piece_of(token_ids, piece))
             expert_ids[piece].copy_(ids)
             weights[piece].copy_(values)
 
         self._in_pieces(x.shape[0], compute)
         return expert_ids, weights
 
-    def _stage(
-        self, path: ops.Path, space: dict[str, Tensor], ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _stage(self, space: Space, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """A caller's ids and weights, of any stride, as the path reads them; ids beyond int32 stay
         out of range.
         """
-        tokens, top_k = ids.shape
+        shape = ids.shape
         wide, narrow, given = (
-            space[name][: tokens * top_k].view(tokens, top_k)
+            space.rows(name, ids.numel()).view(shape)
             for name in ("wide_ids", "expert_ids", "weights")
         )
-        direct = path.storage.reads_given
-        if not (direct and ids.dtype == torch.int32 and lies_well(ids)):
+        if ids.dtype != torch.int32 or not space.reads(ids):
             ids = narrow.copy_(wide.copy_(ids).clamp_(-1, self.config.num_experts))
-        return ids, weights if direct and lies_well(weights) else given.copy_(weights)
+        return ids, weights if space.reads(weights) else given.copy_(weights)
 
-    def _route(
-        self, path: ops.Path, space: dict[str, Tensor], x: Tensor, token_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _route(self, space: Space, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Ids int32 [T, K] and weights float32 [T, K] of one piece, from the router."""
-        tokens, top_k = x.shape[0], self.config.top_k
+        path, shape = space.path, (x.shape[0], self.config.top_k)
         ids, weights = (
-            space[name][: tokens * top_k].view(tokens, top_k) for name in ("expert_ids", "weights")
+            space.rows(name, shape[0] * shape[1]).view(shape) for name in ("expert_ids", "weights")
         )
         router = self._require_router()
         if token_ids is not None and router.table is not None:
-            token_ids = space["token_ids"][:tokens].copy_(token_ids)
-        logits, parts = space["logits"][:tokens], None
-        if tokens <= path.storage.router_parts:
-            experts = self.config.num_experts
-            part = space["logit_parts"].view(-1)[: ROUTER_SEGMENTS * tokens * experts]
-            parts = part.view(ROUTER_SEGMENTS, tokens, experts)
+            token_ids = space.rows("token_ids", shape[0]).copy_(token_ids)
+        logits, parts = space.rows("logits", shape[0]), None
+        if shape[0] <= path.storage.router_parts:
+            part = space.arrays["logit_parts"].view(-1)[: ROUTER_SEGMENTS * logits.numel()]
+            parts = part.view(ROUTER_SEGMENTS, *logits.shape)
         path.router(x, router, token_ids, self.numerics, logits, (ids, weights), parts)
         return ids, weights
 
     def _experts(
         self,
-        path: ops.Path,
-        space: dict[str, Tensor],
+        space: Space,
         x: Tensor,
-        routed: tuple[Tensor, Tensor],
-        shared: Tensor | None,
+        route: Callable[[], tuple[Tensor, Tensor]],
+        shared: DenseMLP | None,
         y: Tensor,
     ) -> None:
-        """One piece: route table, gate_up, (quantize), down, combine into y."""
-        ids, weights = routed
-        numerics, tokens, num_slots = self.numerics, ids.shape[0], ids.numel()
-        a8 = numerics.activation == "a8"
-        gate, up, down = (
-            self.bank.prepared(name, path.name, path.prepare) for name in ("gate", "up", "down")
-        )
-        routes = RouteTable(space["offsets"], space["sorted"][:num_slots], self.fault)
-        path.route_table(ids, self.config.num_experts, routes)
+        """One piece: route() gives its (ids, weights), experts and shared expert run, beside each
+        other where they can, and are combined into y.
+        """
 
-        rows, h = Rows(x, None), space["h"][:num_slots]
-        if a8:
-            rows = path.quantize(
-                rows.values, Rows(space["x_codes"][:tokens], space["x_scales"][:tokens])
-            )
-        path.gate_up(rows, (gate, up), routes, weights if a8 else None, self.config.swiglu_limit, h)
-        h_rows = Rows(h, None)
-        if a8:
-            h_rows = path.quantize(
-                h, Rows(space["h_codes"][:num_slots], space["h_scales"][:num_slots])
-            )
-        slots = space["slots"][:num_slots]
-        path.down(h_rows, down, routes, numerics, slots)
-        path.combine(slots, (ids, weights), self.config.num_experts, numerics, shared, y)
+        def experts() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            routed = route()
+            return routed_slots(self, space, x, routed), routed
+
+        dense = None
+        if shared is None:
+            slots, routed = experts()
+        elif self.device.type == "cuda" and lever("EXACTMOE_SHARED_STREAM"):
+            dense, (slots, routed) = space.arena.side.run(lambda: shared.run(space, x), experts)
+        else:
+            dense = shared.run(space, x)
+            slots, routed = experts()
+        space.path.combine(slots, routed, self.config.num_experts, self.numerics, dense, y)
+
+    def _prepare(self, path: ops.Path) -> None:
+        self.bank.prepared_for(path)
+        if self.shared is not None:
+            self.shared._prepare(path)
+        if self.router is not None:
+            _ = self.router.weight_bf16, self.router.weight_f32, self.router.checked_table
 
     def _output(self, out: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
         own = {} if out is None else self._own_memory()

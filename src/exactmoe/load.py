@@ -74,7 +74,9 @@ def _dense(
     device: torch.device,
 ) -> DenseMLP:
     return DenseMLP(
-        *(_moved(weight, device) for weight in (weights.gate, weights.up, weights.down)),
+        _moved(weights.gate, device),
+        _moved(weights.up, device),
+        _moved(weights.down, device),
         swiglu_limit=weights.swiglu_limit,
         limits=limits,
         backend=backend,
@@ -83,8 +85,10 @@ def _dense(
 
 
 def _moved(weight: PackedWeight, device: torch.device) -> PackedWeight:
-    parts = (weight.codes, weight.scales, weight.global_scale)
-    codes, scales, global_scale = (None if part is None else part.to(device) for part in parts)
+    scales, global_scale = (
+        None if part is None else part.to(device) for part in (weight.scales, weight.global_scale)
+    )
+    codes = weight.codes.to(device)
     return replace(weight, codes=codes, scales=scales, global_scale=global_scale)
 
 

@@ -1,17 +1,27 @@
-"""ExpertBank: gate, up and down of E experts, packed, in canonical (checkpoint) order."""
+"""ExpertBank: gate, up and down of E experts, packed."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from exactmoe.bank.module import ExactModule
+from exactmoe.bank.arranged import ArrangedModule
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight, quantize
 from exactmoe.plan import WeightShape
 
+PROJECTIONS = ("gate", "up", "down")
 
-class ExpertBank(ExactModule):
+
+class ExpertBank(ArrangedModule):
     """The packed weights of E experts: gate and up [E, I, H], down [E, H, I]. Nothing is
     dequantised or copied. After a write through `.data` or numpy: `refresh()`.
+
+    Whatever order the bytes are in (`layout`), gate, up, down, a state dict, a pickle and a copy
+    are in canonical order.
+
+    Args:
+        fixed_order: the bytes stay in canonical order: they belong to somebody who reads them.
 
     Raises:
         ConfigError: the three weights do not fit together (experts, sizes, devices).
@@ -19,8 +29,10 @@ class ExpertBank(ExactModule):
 
     gate_codes: Tensor
 
-    def __init__(self, gate: PackedWeight, up: PackedWeight, down: PackedWeight) -> None:
-        super().__init__()
+    def __init__(
+        self, gate: PackedWeight, up: PackedWeight, down: PackedWeight, fixed_order: bool = False
+    ) -> None:
+        super().__init__(fixed_order)
         for name, weight in (("gate", gate), ("up", up), ("down", down)):
             if not isinstance(weight, PackedWeight):
                 raise ConfigError(f"{name} is {type(weight).__name__}; allowed: PackedWeight")
@@ -55,15 +67,15 @@ class ExpertBank(ExactModule):
 
     @property
     def num_experts(self) -> int:
-        return self.gate.num_experts
+        return int(self.gate_codes.shape[0])
 
     @property
     def hidden_size(self) -> int:
-        return self.gate.columns
+        return self.shapes[0].columns
 
     @property
     def intermediate_size(self) -> int:
-        return self.gate.rows
+        return self.shapes[0].rows
 
     @property
     def device(self) -> torch.device:
@@ -72,18 +84,26 @@ class ExpertBank(ExactModule):
     @property
     def nbytes(self) -> int:
         """Bytes of codes, block scales and global scales of all experts."""
-        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+        return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
     def formats(self) -> tuple[str, str, str]:
         """Formats of gate, up and down."""
-        return (self.gate.format, self.up.format, self.down.format)
+        gate, up, down = (self._packed_meta[name][0] for name in PROJECTIONS)
+        return (gate, up, down)
 
     @property
     def shapes(self) -> tuple[WeightShape, ...]:
         """Format, rows and columns of gate, up and down."""
-        weights = (self.gate, self.up, self.down)
-        return tuple(WeightShape(w.format, w.rows, w.columns) for w in weights)
+        return tuple(
+            WeightShape.of(self._packed_meta[name][0], self.get_buffer(f"{name}_codes"))
+            for name in PROJECTIONS
+        )
+
+    def weights(self) -> Iterator[PackedWeight]:
+        """gate, up and down in canonical order, one at a time: each may be a copy."""
+        for name in PROJECTIONS:
+            yield self.packed(name)
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"

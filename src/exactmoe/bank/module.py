@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
-from exactmoe.errors import ConfigError
+from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats import PackedWeight
+from exactmoe.runtime.devices import capturing
 
 _PARTS = ("codes", "scales", "global_scale")
 
@@ -48,8 +50,12 @@ class ExactModule(nn.Module):
 
     def packed(self, name: str) -> PackedWeight:
         """The packed weight over the buffers as they are now."""
+        return self._stored(name)
+
+    def _stored(self, name: str) -> PackedWeight:
         kept = self._packed_cache.get(name)
         if kept is None or self._changed(kept[0]):
+            self._require_eager(f"{name} is read")
             format, global_scale_op = self._packed_meta[name]
             seen = self._seen(_part_names(name))
             parts = {part: getattr(self, f"{name}_{part}") for part in _PARTS}
@@ -59,12 +65,25 @@ class ExactModule(nn.Module):
 
     def prepared(self, name: str, backend: str, prepare: Callable[[PackedWeight], Any]) -> Any:
         """What a backend's `prepare` makes of a packed weight, once until the buffers change."""
-        weight = self.packed(name)
+        weight = self._stored(name)
         kept = self._prepared.get((name, backend))
         if kept is None or kept[0] is not weight:
+            self._require_eager(f"{name} is prepared for backend {backend!r}")
             kept = weight, prepare(weight)
+            if weight.device.type == "cuda":
+                # Calls on other streams read it too, without waiting for this one.
+                torch.cuda.current_stream(weight.device).synchronize()
             self._prepared[name, backend] = kept
         return kept[1]
+
+    def _require_eager(self, what: str) -> None:
+        """What reads values on the host, or keeps what it computes, cannot be part of a graph."""
+        device = next((b.device for b in self._buffers.values() if b is not None), None)
+        if device is not None and capturing(device):
+            raise Unsupported(
+                f"{what} for the first time while a CUDA graph is captured; "
+                "allowed: one call of the layer before the capture"
+            )
 
     def refresh(self) -> None:
         """Read all weights again, here and in all parts: for writes that torch does not count.

@@ -81,6 +81,7 @@ class Router(ExactModule):
         """The weight as float32 [E, H], exact; made once until the weight changes."""
         kept = self._weight_f32
         if kept is None or self._changed(kept[0]):
+            self._require_eager("the router's weight is read")
             seen = self._seen(("weight",))
             kept = self._weight_f32 = (seen, self.weight.float())
         return kept[1]
@@ -92,6 +93,7 @@ class Router(ExactModule):
         """
         kept = self._weight_bf16
         if kept is None or self._changed(kept[0]):
+            self._require_eager("the router's weight is read")
             seen, narrow = self._seen(("weight",)), self.weight.bfloat16()
             is_exact = narrow is self.weight or bool((narrow.float() == self.weight).all())
             kept = self._weight_bf16 = (seen, narrow if is_exact else None)
@@ -106,6 +108,8 @@ class Router(ExactModule):
         """
         if self._table_seen is None or self._changed(self._table_seen):
             seen = self._seen(("table",))
+            if self.table is not None:
+                self._require_eager("the router's table is read")
             if self.table is not None and self.table.device.type != "meta":
                 _check_table(self.table, self.num_experts)
             self._table_seen = seen

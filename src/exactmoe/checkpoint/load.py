@@ -101,9 +101,10 @@ def _require_kind(checkpoint: Checkpoint, layer: int, kind: str) -> None:
 
 def _bank(reader: Reader, plan: LayerPlan, quantization: Quantization | None) -> ExpertBank:
     if quantization is None:
-        return ExpertBank(**{name: reader.weight(w) for name, w in plan.experts.items()})
-    weights = {name: read_quantized(reader, w, quantization) for name, w in plan.experts.items()}
-    return ExpertBank(**weights)
+        weights = {name: reader.weight(w) for name, w in plan.experts.items()}
+    else:
+        weights = {n: read_quantized(reader, w, quantization) for n, w in plan.experts.items()}
+    return ExpertBank(weights["gate"], weights["up"], weights["down"])
 
 
 def _dense(reader: Reader, plan: LayerPlan) -> DenseWeights:

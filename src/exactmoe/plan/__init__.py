@@ -7,7 +7,8 @@ from exactmoe.plan.architectures import (
     require_one_architecture,
 )
 from exactmoe.plan.choose import BACKENDS, Plan, Rejected, WeightShape, backends, choose
-from exactmoe.plan.explain import Explanation, explain
+from exactmoe.plan.explain import Explanation, explain, tiles_of
+from exactmoe.plan.tiles import Tile, TileChoice, tile
 
 __all__ = [
     "ARCHITECTURES",
@@ -15,6 +16,8 @@ __all__ = [
     "Explanation",
     "Plan",
     "Rejected",
+    "Tile",
+    "TileChoice",
     "WeightShape",
     "architecture_name",
     "architecture_of",
@@ -22,4 +25,6 @@ __all__ = [
     "choose",
     "explain",
     "require_one_architecture",
+    "tile",
+    "tiles_of",
 ]

@@ -31,6 +31,11 @@ class WeightShape(NamedTuple):
     rows: int
     columns: int
 
+    @classmethod
+    def of(cls, format: str, codes: torch.Tensor) -> "WeightShape":
+        """Of codes [E, N, bytes], or bfloat16 [E, N, K]."""
+        return cls(format, codes.shape[1], codes.shape[2] * (2 if format in _FP4 else 1))
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -60,6 +65,7 @@ def choose(
     device: torch.device,
     requested: str = "auto",
     experts: tuple[WeightShape, ...] = (),
+    fixed_order: bool = False,
 ) -> Plan:
     """The backend for a layer with these numerics on this device.
 
@@ -69,6 +75,7 @@ def choose(
         requested: "auto", or the name of a backend.
         experts: gate, up and down of the routed experts; none of a dense MLP, whose parts run on
             the portable kernels.
+        fixed_order: the bytes of the experts may not be rearranged.
 
     Raises:
         ConfigError: no backend has the requested name.
@@ -79,7 +86,8 @@ def choose(
     if device.type not in DEVICE_TYPES:
         raise Unsupported(f"device is {device}; this version runs on: {', '.join(DEVICE_TYPES)}")
     asked = env.read("EXACTMOE_BACKEND") if requested == "auto" else requested
-    return _chosen(numerics, device, requested, asked, experts, env.read(TRITON_INTERPRET))
+    call = _Call(numerics, device, requested, experts, fixed_order)
+    return _chosen(call, asked, env.read(TRITON_INTERPRET))
 
 
 def backends(device: torch.device) -> tuple[str, ...]:
@@ -88,16 +96,21 @@ def backends(device: torch.device) -> tuple[str, ...]:
     return _ON_GPU if device.type == "cuda" else (*_ON_CPU, *interpreted)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of `choose`."""
+
+    numerics: Numerics
+    device: torch.device
+    requested: str
+    experts: tuple[WeightShape, ...]
+    fixed_order: bool
+
+
 @cache
-def _chosen(
-    numerics: Numerics,
-    device: torch.device,
-    requested: str,
-    asked: str,
-    experts: tuple[WeightShape, ...],
-    interpreted: bool,
-) -> Plan:
-    obstacles = {name: _obstacle(name, numerics, device, experts, interpreted) for name in BACKENDS}
+def _chosen(call: _Call, asked: str, interpreted: bool) -> Plan:
+    requested, device, experts = call.requested, call.device, call.experts
+    obstacles = {name: _obstacle(name, call, interpreted) for name in BACKENDS}
     reason = f"backend={requested!r} was asked for"
     if requested == "auto":
         reason = f"EXACTMOE_BACKEND={asked}"
@@ -123,7 +136,7 @@ def _chosen(
     rejected = tuple(
         Rejected(name, obstacles[name] or _NOT_TAKEN[name]) for name in BACKENDS if name != taken
     )
-    return Plan(taken, str(device), reason + _remarks(numerics, device, taken), rejected)
+    return Plan(taken, str(device), reason + _remarks(call.numerics, device, taken), rejected)
 
 
 _NOT_TAKEN = {
@@ -150,14 +163,9 @@ def _remarks(numerics: Numerics, device: torch.device, taken: str) -> str:
     return remarks
 
 
-def _obstacle(
-    name: str,
-    numerics: Numerics,
-    device: torch.device,
-    experts: tuple[WeightShape, ...],
-    interpreted: bool,
-) -> str | None:
+def _obstacle(name: str, call: _Call, interpreted: bool) -> str | None:
     """Why a backend cannot run, or None."""
+    device = call.device
     if name in _ON_CPU:
         if device.type == "cpu":
             return None
@@ -172,7 +180,7 @@ def _obstacle(
         return f"it needs compute capability 9.0 (sm_90); {device} is {row.name}"
     if name == "triton":
         return _missing_triton()
-    return _missing_triton() or _missing_cuda() or _unfit(numerics, experts)
+    return _missing_triton() or _missing_cuda() or _unfit(call)
 
 
 def _missing_triton() -> str | None:
@@ -194,13 +202,15 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _unfit(numerics: Numerics, experts: tuple[WeightShape, ...]) -> str | None:
+def _unfit(call: _Call) -> str | None:
     """Why the kernels of the fast path do not take these experts."""
-    if not experts:
+    if not call.experts:
         return "it has kernels for routed experts only; dense parts run on the portable ones"
-    if numerics.activation != "a16":
-        return f"its kernels compute class a16; this layer is {numerics.activation}"
-    for name, weight in zip(("gate", "up", "down"), experts, strict=True):
+    if call.numerics.activation != "a16":
+        return f"its kernels compute class a16; this layer is {call.numerics.activation}"
+    if call.fixed_order:
+        return "it rearranges the experts' bytes, which belong to a module that reads them too"
+    for name, weight in zip(("gate", "up", "down"), call.experts, strict=True):
         if weight.format not in _FP4:
             return f"{name} is {weight.format}; it takes {', '.join(_FP4)}"
         if weight.rows % _PANEL or weight.columns % _PANEL:

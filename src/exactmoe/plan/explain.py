@@ -2,13 +2,18 @@
 projection.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from exactmoe import env
 from exactmoe.config import Limits, Numerics
 from exactmoe.formats import PackedWeight, fp8_exact
+from exactmoe.plan.architectures import architecture_name
 from exactmoe.plan.choose import Plan
+from exactmoe.plan.tiles import TILES, TileChoice, choose_tile
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class Explanation:
     Attributes:
         fp8_experts: of gate, up and down, how many experts the fp8 matrix units hold without losing
             a bit.
+        tiles: of the ops of a piece; a CPU's are fixed and not named.
+        switches: of the environment that are not at their default.
     """
 
     plan: Plan
@@ -27,6 +34,8 @@ class Explanation:
     formats: tuple[str, ...]
     num_experts: int
     fp8_experts: tuple[int, ...]
+    tiles: tuple[TileChoice, ...] = ()
+    switches: tuple[tuple[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -41,6 +50,8 @@ class Explanation:
             "formats": list(self.formats),
             "num_experts": self.num_experts,
             "fp8_experts": list(self.fp8_experts),
+            "tiles": {c.op: {**asdict(c.tile), "reason": c.reason} for c in self.tiles},
+            "switches": dict(self.switches),
         }
 
     def __str__(self) -> str:
@@ -50,19 +61,43 @@ class Explanation:
             for name, format, fp8 in zip(names, self.formats, self.fp8_experts, strict=True)
         )
         calls = f"{self.width} tokens in {self.pieces} piece{'s' if self.pieces != 1 else ''}"
-        return f"{self.plan}\n  {calls}; activations {self.numerics.activation}\n  {units}"
+        lines = [str(self.plan), f"  {calls}; activations {self.numerics.activation}"]
+        lines += [f"  {choice}" for choice in self.tiles]
+        lines.append(f"  {units}")
+        lines += [f"  switch {name}={value}" for name, value in self.switches]
+        return "\n".join(lines)
 
 
 def explain(
-    plan: Plan, numerics: Numerics, limits: Limits, width: int, weights: Sequence[PackedWeight]
+    plan: Plan,
+    numerics: Numerics,
+    limits: Limits,
+    width: int,
+    weights: Iterable[PackedWeight],
+    tiles: tuple[TileChoice, ...] = (),
 ) -> Explanation:
-    """Put together an Explanation; `weights` are gate, up and down."""
+    """Put together an Explanation; `weights` are gate, up and down, read one after the other."""
+    read = [(w.format, w.num_experts, int(fp8_exact(w).sum())) for w in weights]
+    formats, counts, exact = zip(*read, strict=True)
     return Explanation(
         plan=plan,
         numerics=numerics,
         width=width,
         pieces=-(-width // limits.max_rows),
-        formats=tuple(w.format for w in weights),
-        num_experts=weights[0].num_experts,
-        fp8_experts=tuple(int(fp8_exact(w).sum()) for w in weights),
+        formats=formats,
+        num_experts=counts[0],
+        fp8_experts=exact,
+        tiles=tiles,
+        switches=tuple(env.changed().items()),
     )
+
+
+def tiles_of(plan: Plan, num_slots: int, num_experts: int | None = None) -> tuple[TileChoice, ...]:
+    """The tiles of the routed experts of a piece (None: of a dense MLP over `num_slots` rows)."""
+    if plan.backend not in TILES:
+        return ()
+    name = architecture_name(torch.device(plan.device))
+    if num_experts is None:
+        return (choose_tile(plan.backend, name, "dense_mlp", num_slots, 1),)
+    ops = ("gate_up", "down")
+    return tuple(choose_tile(plan.backend, name, op, num_slots, num_experts) for op in ops)

@@ -55,8 +55,8 @@ class TileChoice:
         return f"{self.op}: {self.tile} ({self.reason})"
 
 
-# Backend -> op -> tiles by ascending tokens. Kernels: kernels/cuda/experts.cu, which multiplies with
-# 16 warps and whose ring fills shared memory; kernels/triton.
+# Backend -> op -> tiles by ascending tokens. kernels/cuda/experts.cu fills shared memory with its
+# ring; the others are kernels/triton.
 _CUDA = tuple(Tile(tokens, 128, 64, 128, 17, 0) for tokens in (8, 16, 32, 64, 128))
 _TRITON = (
     Tile(16, 64, 64, 128, 4, 3),
@@ -73,7 +73,9 @@ ON_ARCHITECTURE: dict[tuple[str, str], dict[str, tuple[Tile, ...]]] = {}
 
 
 def offered(backend: str) -> tuple[int, ...]:
-    """Token widths that EXACTMOE_TILE may force on a backend: those that every op of it has."""
+    """Token widths that EXACTMOE_TILE may force on a backend; an op that lacks one takes its next
+    wider.
+    """
     widths = [{tile.tokens for tile in tiles} for tiles in TILES[backend].values()]
     return tuple(sorted(set.union(*widths)))
 

@@ -35,5 +35,7 @@ def capturing(device: torch.device) -> bool:
     """Whether the device's current stream records a CUDA graph."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

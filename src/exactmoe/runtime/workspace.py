@@ -1,181 +1,187 @@
-"""The workspace: one arena a device, shared by all layers, sized before the first call.
+"""The workspace of a process: one arena a (device, stream), shared by all layers.
 
-A layer lists its regions; their offsets are a closed form, so `workspace_bytes` is known without
-running anything. The
-arena grows only by `reserve` (which a layer calls when it is made) and never inside a call.
+What a layer reserves holds for its device: the arena of the current stream grows at once, that of
+another stream when a call on it comes next.
+
+A CUDA graph keeps the addresses that it was captured with. So a capture takes an arena of its own,
+one for each stream that captures: eager calls never touch it, and the graphs of one such stream
+share it, so their replays must be ordered; what is to be replayed at the same time is captured on
+streams of their own (`torch.cuda.graph(graph, stream=...)`). Its memory comes from the pool of the
+graph that is captured first, where torch puts whatever is allocated meanwhile; a pool lasts while
+memory in it is in use, and this memory is held here until `release_captures`, whatever becomes of
+the graph. A buffer that a later capture outgrows is held as well.
 """
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
-from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
-from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.errors import Unsupported
+from exactmoe.runtime.arena import ALIGNMENT, Arena, Region, total_bytes
+from exactmoe.runtime.devices import capturing
 
-ALIGNMENT = 64
-_Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Region:
-    """One named array of the workspace."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes, rounded up so that the next region is aligned."""
-        size = prod(self.shape) * self.dtype.itemsize
-        return -(-size // ALIGNMENT) * ALIGNMENT
+_log = logging.getLogger("exactmoe")
 
 
-def total_bytes(regions: Sequence[Region]) -> int:
-    """Bytes that the regions take side by side."""
-    return sum(region.nbytes for region in regions)
-
-
-def _allocate(nbytes: int, device: torch.device) -> Tensor:
-    # Memory made in inference mode could not be written outside of it.
-    with torch.inference_mode(False):
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except (RuntimeError, TypeError) as error:  # TypeError: more than an int64 holds
-            raise Unsupported(
-                f"the workspace needs {nbytes} bytes on {device}, which could not be allocated; "
-                "allowed: a max_rows whose workspace_bytes fit"
-            ) from error
-
-
-class _Guard:
-    """Who is inside the arena: the lock keeps other threads out, `busy` this thread itself."""
+class _Device:
+    """The arenas of one device."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.busy = False
+        self.reserved = 0
+        self.arenas: dict[tuple[int, bool], Arena] = {}
+        self.needs: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self.releases = 0
 
 
-class Arena:
-    """Memory of one device. What reads or writes it runs in `exclusively`, one call at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._guard = _Guard()
-        self._inherited = False
-        self._buffer = _allocate(0, device)
-
-    @property
-    def nbytes(self) -> int:
-        return self._buffer.nbytes
-
-    @property
-    def memory(self) -> Tensor:
-        """All of it: uint8 [nbytes]."""
-        return self._buffer
-
-    @property
-    def generation(self) -> int:
-        """Changes whenever the buffer does, so that cached views can be renewed."""
-        return self._buffer.data_ptr()
-
-    def exclusively(self, work: Callable[[], _Result]) -> _Result:
-        """Runs work() while no other thread is in here.
-
-        Raises:
-            Unsupported: this thread is in here already (a signal handler during a call).
-        """
-        guard = self._guard
-        # A signal handler may run between any two lines: it finds `busy`, or is done before it is
-        # set. A plain lock would let it wait for its own thread.
-        with guard.lock:
-            if guard.busy:
-                raise Unsupported(
-                    f"a call is running on this thread in the workspace of {self.device}; allowed: "
-                    "a call, reserve or fill after it has ended (not from a signal handler in it)"
-                )
-            try:
-                guard.busy = True
-                if self._inherited:
-                    self._buffer = _allocate(self.nbytes, self.device)
-                    self._inherited = False
-                return work()
-            finally:
-                guard.busy = False
-
-    def reserve(self, nbytes: int, then: Callable[[], None] | None = None) -> None:
-        """Make the arena at least this large, then run `then` before any call.
-
-        Raises:
-            Unsupported: the memory could not be allocated (nothing has changed then), or a call is
-                running on this thread.
-        """
-
-        def grow() -> None:
-            if nbytes > self.nbytes:
-                self._buffer = _allocate(nbytes, self.device)
-            if then is not None:
-                then()
-
-        self.exclusively(grow)
-
-    def views(self, regions: Sequence[Region]) -> dict[str, Tensor]:
-        """The regions as tensors, side by side from the start of the arena.
-
-        Raises:
-            ConfigError: they need more than was reserved.
-        """
-        if total_bytes(regions) > self.nbytes:
-            raise ConfigError(
-                f"the workspace of {self.device} holds {self.nbytes} bytes and "
-                f"{total_bytes(regions)} are needed; reserve them first"
-            )
-        views, offset = {}, 0
-        with torch.inference_mode(False):  # as in `_allocate`: these are kept from call to call
-            for region in regions:
-                size = prod(region.shape) * region.dtype.itemsize
-                part = self._buffer[offset : offset + size]
-                views[region.name] = part.view(region.dtype).view(region.shape)
-                offset += region.nbytes
-        return views
-
-    def fill(self, byte: int) -> None:
-        """Overwrite all of it (0xFF makes every float a NaN): a proof uses this, since old content
-        must not matter.
-        """
-        self.exclusively(lambda: self._buffer.fill_(byte))
-
-    def renew(self) -> None:
-        """In a forked child: a free lock, and a buffer of the same size at the next use.
-
-        The parent's lock may be held by a thread that the child doesn't have, and the call that the
-        fork interrupted goes on in the old buffer.
-        """
-        self._guard, self._inherited = _Guard(), True
+_devices: dict[torch.device, _Device] = {}
+# Re-entrant: a signal handler may come while it is held.
+_lock = threading.RLock()
 
 
-_arenas: dict[torch.device, Arena] = {}
-_arenas_lock = threading.Lock()
+def _of(device: torch.device) -> _Device:
+    with _lock:
+        return _devices.setdefault(device, _Device())
 
 
 def arena(device: torch.device) -> Arena:
-    """The arena of a device, made empty when first asked for."""
-    with _arenas_lock:
-        if device not in _arenas:
-            _arenas[device] = Arena(device)
-        return _arenas[device]
+    """The arena for a call that is queued now: of the device's current stream, or of the graph that
+    this stream captures. As large as all layers of the device have reserved.
+    """
+    state = _of(device)
+    captured = capturing(device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    with _lock:
+        found = state.arenas.get((stream, captured))
+        if found is None:
+            found = state.arenas[stream, captured] = Arena(device, captured)
+    if found.nbytes < state.reserved:
+        _grow(found, state, state.reserved)
+    return found
+
+
+def _grow(held: Arena, state: _Device, nbytes: int, then: Callable[[], None] | None = None) -> None:
+    before = held.nbytes
+    held.reserve(nbytes, then)
+    if held.nbytes > before:
+        use = "captured CUDA graphs" if held.captured else "calls"
+        _log.info("workspace for %s on %s: %s", use, held.device, Sharing.of(held.device))
+
+
+def reserve(
+    device: torch.device, owner: object, nbytes: int, then: Callable[[], None] | None = None
+) -> None:
+    """A layer's need: arenas of the device are at least this large from now on; `then` runs before
+    any call on this stream.
+
+    Raises:
+        Unsupported: the memory could not be allocated (nothing has changed then), or a call is
+            running on this thread.
+    """
+    state = _of(device)
+    held = arena(device)
+    with _lock:
+        before = state.needs.get(owner)
+        state.needs[owner] = nbytes
+    try:
+        _grow(held, state, nbytes, then)
+    except BaseException:
+        with _lock:
+            if before is None:
+                del state.needs[owner]
+            else:
+                state.needs[owner] = before
+        raise
+    state.reserved = max(state.reserved, nbytes)
+
+
+def require_no_captures(device: torch.device, nbytes: int) -> None:
+    """Unsupported if arenas had to grow to `nbytes` while a captured graph may be alive."""
+    state = _of(device)
+    if nbytes > state.reserved and captures_alive(device):
+        raise Unsupported(
+            f"the workspace of {device} would grow from {state.reserved} to {nbytes} bytes while "
+            "captured CUDA graphs may be alive; allowed: reserve before the first capture, or "
+            "after exactmoe.runtime.workspace.release_captures(device) when they are gone"
+        )
+
+
+def captures_alive(device: torch.device) -> bool:
+    """Whether a graph was captured on this device since the last `release_captures`."""
+    with _lock:
+        return any(captured for _, captured in _of(device).arenas)
+
+
+def release_captures(device: torch.device) -> None:
+    """Gives back the memory of captures. The caller says by it that no graph which was captured
+    on this device will be replayed again.
+    """
+    state = _of(device)
+    with _lock:
+        state.arenas = {key: held for key, held in state.arenas.items() if not held.captured}
+        state.releases += 1
+
+
+def releases(device: torch.device) -> int:
+    """How often captures were released: graphs of an earlier count are gone."""
+    return _of(device).releases
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the workspace of a device takes, and what it saves.
+
+    Attributes:
+        nbytes: of all its arenas.
+        arenas: how many there are, one a stream.
+        layers: that share them.
+        private_bytes: what they would take with one private copy each.
+    """
+
+    nbytes: int
+    arenas: int
+    layers: int
+    private_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Sharing":
+        state = _of(device)
+        with _lock:
+            held, needs = list(state.arenas.values()), list(state.needs.values())
+        return cls(sum(a.held_bytes for a in held), len(held), len(needs), sum(needs))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.nbytes / 1e6:.1f} MB in {self.arenas} arena{'s' * (self.arenas != 1)}, shared "
+            f"by {self.layers} layer{'s' * (self.layers != 1)}; private copies would take "
+            f"{self.private_bytes / 1e6:.1f} MB"
+        )
 
 
 def _renew_all() -> None:
-    global _arenas_lock
-    _arenas_lock = threading.Lock()
-    for held in _arenas.values():
-        held.renew()
+    global _lock
+    _lock = threading.RLock()
+    for state in _devices.values():
+        for held in state.arenas.values():
+            held.renew()
 
 
 os.register_at_fork(after_in_child=_renew_all)
+
+__all__ = [
+    "ALIGNMENT",
+    "Arena",
+    "Region",
+    "Sharing",
+    "arena",
+    "captures_alive",
+    "release_captures",
+    "releases",
+    "require_no_captures",
+    "reserve",
+    "total_bytes",
+]

@@ -1,0 +1,194 @@
+"""ArrangedModule: packed weights whose bytes may be in the order of a kernel, in place.
+
+Canonical order is the checkpoint's. Fragment order (bank/layout.py) is what the fast path of a GPU
+reads: the same shapes, dtypes and sizes, other bytes. There is never a second copy of all weights:
+what leaves the module (a state dict, a pickle, a copy, `packed`) is converted on its way.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exactmoe.bank import layout
+from exactmoe.bank.module import ExactModule
+from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.formats import PackedWeight
+from exactmoe.ops import CANONICAL, FRAGMENT, Path
+from exactmoe.runtime import workspace
+from exactmoe.runtime.devices import capturing, current
+
+_CONVERT = {FRAGMENT: "to_fragment", CANONICAL: "to_canonical"}
+
+
+class ArrangedModule(ExactModule):
+    """Packed weights in one of two orders.
+
+    In fragment order the buffers `name_codes` and `name_scales` may not be written or exchanged;
+    a call would raise ConfigError. `arrange("canonical")` first, or load a state dict.
+    """
+
+    def __init__(self, fixed_order: bool = False) -> None:
+        super().__init__()
+        self.fixed_order = fixed_order
+        self._layout = CANONICAL
+        self._captured: int | None = None
+
+    @property
+    def layout(self) -> str:
+        """Order of the bytes in the buffers now: "canonical" or "fragment"."""
+        return self._layout
+
+    def packed(self, name: str) -> PackedWeight:
+        """The packed weight in canonical order: over the buffers, or a copy of them."""
+        weight = self._stored(name)
+        return weight if self._layout == CANONICAL else layout.from_fragment(weight)
+
+    def prepared_for(self, path: Path) -> tuple[Any, ...]:
+        """All weights as a path reads them, prepared once until the buffers change. Bytes in
+        canonical order are put into the order of the path, in place.
+
+        Raises:
+            Unsupported: they are in an order that the path does not read.
+        """
+        wanted = path.storage.layout
+        for name in self._packed_meta:
+            self._stored(name)  # takes a module that was changed back to canonical order
+        if self._layout != wanted:
+            if self._layout != CANONICAL:
+                raise Unsupported(
+                    f"backend {path.name!r} reads experts in {wanted} order, and these are in "
+                    f"{self._layout} order for another backend; allowed: bank.arrange({wanted!r}) "
+                    "first, or a copy of the layer (copy.deepcopy), which is in canonical order"
+                )
+            self.arrange(wanted)
+        found = tuple(self.prepared(name, path.name, path.prepare) for name in self._packed_meta)
+        device = self._device()
+        if device is not None and capturing(device):
+            self._captured = workspace.releases(device)
+        return found
+
+    def arrange(self, wanted: str) -> None:
+        """Put the bytes of all weights in an order, in place, with a small buffer in between.
+
+        Args:
+            wanted: "canonical" or "fragment".
+
+        Raises:
+            ConfigError: there is no such order, or bytes in fragment order were written.
+            Unsupported: a format or a size has no fragment order, the order is fixed, or a
+                captured graph may read the bytes as they are.
+        """
+        if wanted not in _CONVERT:
+            raise ConfigError(f"layout is {wanted!r}; allowed: {CANONICAL}, {FRAGMENT}")
+        if wanted == self._layout:
+            return
+        self._require_movable(wanted)
+        weights = [self._stored(name) for name in self._packed_meta]
+        if wanted == FRAGMENT:
+            for name, weight in zip(self._packed_meta, weights, strict=True):
+                reason = layout.unsupported(weight)
+                if reason is not None:
+                    raise Unsupported(f"{name} has no fragment order: {reason}")
+        self._prepared.clear()
+        for weight in weights:
+            # Not counted as a write: the weights are the same, so whoever keeps something of a
+            # buffer's version (a cached layer over a model's parameters) may go on.
+            self._convert(weight, wanted)
+        self._layout = wanted
+
+    def _convert(self, weight: PackedWeight, wanted: str) -> None:
+        if weight.device.type != "cuda":
+            getattr(layout, _CONVERT[wanted])(_uncounted(weight))
+            return
+        # Calls on other streams may still read the old bytes, or read the new ones next.
+        torch.cuda.synchronize(weight.device)
+        with current(weight.device):
+            getattr(layout, _CONVERT[wanted])(_uncounted(weight))
+        torch.cuda.synchronize(weight.device)
+
+    def _require_movable(self, wanted: str) -> None:
+        if self.fixed_order:
+            raise Unsupported(
+                f"the order of these bytes is fixed, they belong to a module that reads them; "
+                f"allowed: {self._layout}"
+            )
+        self._require_eager("the experts' bytes are rearranged")
+        device = self._device()
+        if device is not None and self._captured == workspace.releases(device):
+            raise Unsupported(
+                f"a captured CUDA graph may read these experts in {self._layout} order; allowed: "
+                f"arrange({wanted!r}) after exactmoe.runtime.workspace.release_captures(device)"
+            )
+
+    def _device(self) -> Any:
+        return next((b.device for b in self._buffers.values() if b is not None), None)
+
+    def _stored(self, name: str) -> PackedWeight:
+        """The weight over the buffers, in the order that they have."""
+        kept = self._packed_cache.get(name)
+        if self._layout == CANONICAL or (kept is not None and not self._changed(kept[0])):
+            return super()._stored(name)
+        moved = [seen[0] for n in self._packed_meta for seen in self._rewritten(n)]
+        if moved:
+            raise ConfigError(
+                f"{', '.join(moved)} changed while the experts are in {self._layout} order; "
+                f"allowed: arrange({CANONICAL!r}) before weights are written or exchanged, or "
+                "load_state_dict"
+            )
+        # A global scale was written, which has no order: all is read again.
+        self._require_movable(CANONICAL)
+        for _, weight in self._packed_cache.values():
+            self._convert(weight, CANONICAL)
+        self._layout = CANONICAL
+        self._packed_cache.clear()
+        self._prepared.clear()
+        return super()._stored(name)
+
+    def _rewritten(self, name: str) -> list[Any]:
+        """Of the codes and scales of a weight, what is not as it was arranged."""
+        seen, _ = self._packed_cache[name]
+        return [entry for entry in seen[:2] if self._changed([entry])]
+
+    def _forget(self) -> None:
+        if self._layout != CANONICAL:
+            self.arrange(CANONICAL)
+        super()._forget()
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + key: part for key, part in self._converted().items()})
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        if self._layout != CANONICAL:
+            self.arrange(CANONICAL)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _converted(self) -> dict[str, Tensor]:
+        """Canonical copies of the buffers that are in another order, by name."""
+        copies: dict[str, Tensor] = {}
+        for name in self._packed_meta if self._layout != CANONICAL else ():
+            weight = self.packed(name)
+            copies[f"{name}_codes"] = weight.codes
+            if weight.scales is not None:
+                copies[f"{name}_scales"] = weight.scales
+        return copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        buffers = {**self._buffers, **self._converted()}
+        return {**state, "_buffers": buffers, "_layout": CANONICAL, "_captured": None}
+
+
+def _uncounted(weight: PackedWeight) -> PackedWeight:
+    """The same memory, with version counters of its own."""
+    detached = object.__new__(PackedWeight)
+    scales = None if weight.scales is None else weight.scales.data
+    # Not checked: the rules hold for canonical bytes.
+    fields = {**weight.__dict__, "codes": weight.codes.data, "scales": scales}
+    for name, value in fields.items():
+        object.__setattr__(detached, name, value)
+    return detached

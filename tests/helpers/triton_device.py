@@ -8,7 +8,11 @@ a kernel cannot compile one any more, so tests of compiled code start their own.
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,14 +27,32 @@ def use_triton() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         import triton
+        import triton.experimental.gluon  # a launch does; it looks at the standard functions
 
         _interpret_standard_functions()
+        _patch_the_language_once_a_launch()
         for name in _kernel_modules():
             __import__(name)
             for value in vars(sys.modules[name]).values():
                 assert not isinstance(value, triton.JITFunction), f"{name} is compiled already"
     finally:
         del os.environ["TRITON_INTERPRET"]
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """triton.jit for a kernel of a test."""
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return InterpretedFunction(function) if INTERPRETED else triton.jit(function)
+
+
+def mark_gpu(items: list[pytest.Item], folder: str) -> None:
+    """On a machine with a card the tests below `folder` are GPU tests."""
+    if not INTERPRETED:
+        for item in items:
+            if Path(folder) in item.path.parents:
+                item.add_marker(pytest.mark.gpu)
 
 
 def _interpret_standard_functions() -> None:
@@ -45,6 +67,28 @@ def _interpret_standard_functions() -> None:
             if isinstance(value, triton.JITFunction):
                 new = interpreted.setdefault(value.fn, InterpretedFunction(value.fn))
                 setattr(module, name, new)
+
+
+def _patch_the_language_once_a_launch() -> None:
+    """The interpreter does it in every call of a device function, which takes most of its time."""
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def launch_anew(self: Any, *arguments: Any, **options: Any) -> None:
+        patched.clear()
+        launch(self, *arguments, **options)
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        names = id(self.fn.__globals__)
+        if names not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(names)
+        return self.rewrite()(*arguments, **options)
+
+    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def _kernel_modules() -> list[str]:

@@ -34,6 +34,15 @@ _EXP64 = tl.constexpr(_inverse_factorials(13))
 
 
 @triton.jit
+def to_float32(values):
+    """Float32 of float32 or bfloat16, exact; the interpreter's own cast is wrong for subnormals."""
+    if INTERPRETED and values.dtype == tl.bfloat16:
+        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
 def canonical(values):
     """Float32 with every NaN as 0x7FC00000."""
     bits = values.to(tl.int32, bitcast=True)

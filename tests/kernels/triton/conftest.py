@@ -1,0 +1,13 @@
+"""Kernels run on the card, or interpreted."""
+
+from pathlib import Path
+
+import pytest
+
+from triton_device import mark_gpu, use_triton
+
+use_triton()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_gpu(items, str(Path(__file__).parent))

@@ -6,6 +6,7 @@ import torch
 
 from exactmoe.proof.batch import Batch
 from exactmoe.proof.trial import Trial
+from exactmoe.runtime.workspace import arena, captures_alive, release_captures
 
 _STREAM = 140
 _WIDTHS = (1, 4, 8, 64, 300)
@@ -24,8 +25,11 @@ def captured(trial: Trial) -> None:
     if layer.limits.checks:
         trial.cannot_run("captured", "limits.checks reads the fault word after every call")
         return
+    graphs_of_others = captures_alive(layer.device)
     for tokens in sorted({*_WIDTHS, max(trial.widths)}):
         _one_width(trial, tokens)
+    if not graphs_of_others:
+        release_captures(layer.device)  # ours are gone; later dimensions may reserve
 
 
 def _one_width(trial: Trial, tokens: int) -> None:
@@ -41,10 +45,13 @@ def _one_width(trial: Trial, tokens: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         y = trial.entry(static)
+        held = arena(first.x.device)
     for turn in ("first", "second"):
         for name, batch in batches.items():
             for part, given in batch.tensors().items():
                 static.tensors()[part].copy_(given)
+            held.fill(0xFF)  # what the graph's workspace held must not show
+            y.fill_(float("nan"))
             graph.replay()
             case = f"{turn} replay with {name}"
             trial.compare("captured", case, expected[name], y)

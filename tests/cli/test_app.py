@@ -15,7 +15,7 @@ import exactmoe.cli
 from exactmoe.cli import app
 from exactmoe.errors import BitMismatch, CheckpointError, Unsupported
 
-COMMANDS = ("generate", "inspect", "verify")
+COMMANDS = ("bench", "generate", "inspect", "verify")
 SOURCE = Path(app.__file__).parents[2]
 GLM = str(Path(__file__).resolve().parents[2] / "demo" / "glm5_next")
 
@@ -104,7 +104,7 @@ def test_bad_path(run, arguments, message):
         (str(Path(__file__).parent), [], "config.json is missing"),
         (GLM, ["--numerics", "a17"], "--numerics is 'a17'; allowed: a16, a8\n"),
         (GLM, ["--cards", "gpu"], "card is 'gpu'; allowed: a device name"),
-        (GLM, ["--cards", "cuda:0"], "card is 'cuda:0'; this version runs on: cpu\n"),
+        (GLM, ["--cards", "mps"], "card is 'mps'; this version runs on: cpu, cuda\n"),
     ],
 )
 def test_bad_input_is_seen_before_transformers_is_imported(

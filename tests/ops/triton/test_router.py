@@ -35,6 +35,11 @@ class Weights:
         assert self.weight is not None
         return self.weight.float()
 
+    @property
+    def weight_bf16(self) -> Tensor | None:
+        assert self.weight is not None
+        return self.weight if self.weight.dtype == torch.bfloat16 else None
+
     def on_device(self) -> "Weights":
         parts = (self.weight, self.bias, self.table)
         return Weights(*(None if p is None else p.to(DEVICE) for p in parts), self.config)

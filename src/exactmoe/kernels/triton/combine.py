@@ -12,6 +12,7 @@ import triton.language as tl
 from exactmoe.kernels.triton.functions import canonical, round_bf16, to_float32
 
 GROUPS = tl.constexpr(8)
+IN_FLIGHT = tl.constexpr(8)  # rows of slots that a program asks for before it adds
 _ABSENT = tl.constexpr(2**62)
 
 
@@ -64,28 +65,36 @@ def combine(
         tl.where(mine < _ABSENT, ids * GROUPS // num_experts * BLOCK_K + k[:, None], -1), 1
     )
 
+    if SHARED:
+        added = tl.load(shared + token * hidden + column, mask=mask, other=0.0)
+        tl.debug_barrier()  # keeps the load here: the compiler would put it off to its use
     current = tl.zeros([BLOCK_H], tl.float32)
     group_left, pair_left, quad_left = current, current, current
     last_group = 0
-    for i in tl.static_range(TOP_K):
-        word = tl.sum(tl.where(rank == i, here, 0), 0)
-        present = word >= 0
-        place = tl.where(present, word % BLOCK_K, 0)
-        group = tl.where(present, word // BLOCK_K, last_group)
-        row = slots + (first + place) * hidden
-        term = to_float32(tl.load(row + column, mask=mask & present, other=0.0))
-        if WEIGHTED:
-            term = tl.load(weights + first + place, mask=present, other=0.0) * term
-        moved = group ^ last_group
-        pair = group_left + current
-        quad = pair_left + pair
-        quad_left = tl.where(moved >= 4, quad, quad_left)
-        pair_left = tl.where(moved >= 4, 0.0, tl.where(moved >= 2, pair, pair_left))
-        group_left = tl.where(moved >= 2, 0.0, tl.where(moved >= 1, current, group_left))
-        current = tl.where(moved >= 1, 0.0, current) + term
-        last_group = group
+    for start in tl.static_range(0, TOP_K, IN_FLIGHT):
+        words, rows, factors = (), (), ()
+        for i in tl.static_range(start, min(start + IN_FLIGHT, TOP_K)):
+            word = tl.sum(tl.where(rank == i, here, 0), 0)
+            place = first + tl.where(word >= 0, word % BLOCK_K, 0)
+            row = tl.load(slots + place * hidden + column, mask=mask & (word >= 0), other=0.0)
+            factor = 1.0
+            if WEIGHTED:
+                factor = tl.load(weights + place, mask=word >= 0, other=0.0)
+            words, rows, factors = words + (word,), rows + (row,), factors + (factor,)
+        for i in tl.static_range(min(IN_FLIGHT, TOP_K - start)):
+            term = to_float32(rows[i])
+            if WEIGHTED:
+                term = factors[i] * term
+            group = tl.where(words[i] >= 0, words[i] // BLOCK_K, last_group)
+            moved = group ^ last_group
+            pair = group_left + current
+            quad = pair_left + pair
+            quad_left = tl.where(moved >= 4, quad, quad_left)
+            pair_left = tl.where(moved >= 4, 0.0, tl.where(moved >= 2, pair, pair_left))
+            group_left = tl.where(moved >= 2, 0.0, tl.where(moved >= 1, current, group_left))
+            current = tl.where(moved >= 1, 0.0, current) + term
+            last_group = group
     total = quad_left + (pair_left + (group_left + current))
-    place = token * hidden + column
     if SHARED:
-        total += tl.load(shared + place, mask=mask)
-    store_row(y, place, total, mask)
+        total += added
+    store_row(y, token * hidden + column, total, mask)

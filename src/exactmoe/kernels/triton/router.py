@@ -32,6 +32,44 @@ def _half(lanes, M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr):
 
 
 @triton.jit
+def _unit_chain(
+    x, weight, tokens, experts, start, end, num_tokens, num_experts, hidden,
+    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Float32 [M, N] over k = start ... end on the matrix units."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(STEPS):
+        k = start + step * BLOCK_K
+        w = _tile(experts, num_experts, hidden, k, end, weight, BLOCK_M, BLOCK_K)
+        v = _tile(tokens, num_tokens, hidden, k, end, x, BLOCK_N, BLOCK_K)
+        if INTERPRETED:  # it multiplies bfloat16 as integers
+            acc = tl.dot(to_float32(w), tl.trans(to_float32(v)), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(w, tl.trans(v), acc)
+    return acc
+
+
+@triton.jit
+def _lane_chain(
+    x, weight, tokens, experts, start, end, num_tokens, num_experts, hidden,
+    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Float32 [M, N] over k = start ... end: lane j adds k = j, j + 16, ..., two roundings a step;
+    then lanes j + (j + 8), + 4, + 2, + 1.
+    """
+    lanes = tl.zeros([BLOCK_M, BLOCK_N, LANES], tl.float32)
+    for step in range(STEPS):
+        k = start + step * LANES
+        w = _tile(experts, num_experts, hidden, k, end, weight, BLOCK_M, LANES)
+        v = to_float32(_tile(tokens, num_tokens, hidden, k, end, x, BLOCK_N, LANES))
+        lanes += w[:, None, :] * v[None, :, :]
+    lanes = _half(lanes, BLOCK_M, BLOCK_N, 8)
+    lanes = _half(lanes, BLOCK_M, BLOCK_N, 4)
+    lanes = _half(lanes, BLOCK_M, BLOCK_N, 2)
+    return _half(lanes, BLOCK_M, BLOCK_N, 1).reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
 def _chain(
     x, weight, tokens, experts, segment, num_tokens, num_experts, hidden, per_segment,
     UNITS: tl.constexpr, STEPS: tl.constexpr,
@@ -41,26 +79,17 @@ def _chain(
     start = tl.multiple_of(segment * per_segment, 16)
     end = tl.multiple_of(tl.minimum(start + per_segment, hidden), 16)
     if UNITS:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in range(STEPS):
-            k = start + step * BLOCK_K
-            w = _tile(experts, num_experts, hidden, k, end, weight, BLOCK_M, BLOCK_K)
-            v = _tile(tokens, num_tokens, hidden, k, end, x, BLOCK_N, BLOCK_K)
-            if INTERPRETED:
-                w, v = to_float32(w), to_float32(v)
-            acc = tl.dot(w, tl.trans(v), acc, input_precision="ieee")
-        return acc
-    lanes = tl.zeros([BLOCK_M, BLOCK_N, LANES], tl.float32)
-    tl.static_assert(BLOCK_K == LANES)
-    for step in range(STEPS):
-        k = start + step * BLOCK_K
-        w = _tile(experts, num_experts, hidden, k, end, weight, BLOCK_M, BLOCK_K)
-        v = to_float32(_tile(tokens, num_tokens, hidden, k, end, x, BLOCK_N, BLOCK_K))
-        lanes += w[:, None, :] * v[None, :, :]
-    lanes = _half(lanes, BLOCK_M, BLOCK_N, 8)
-    lanes = _half(lanes, BLOCK_M, BLOCK_N, 4)
-    lanes = _half(lanes, BLOCK_M, BLOCK_N, 2)
-    return _half(lanes, BLOCK_M, BLOCK_N, 1).reshape(BLOCK_M, BLOCK_N)
+        acc = _unit_chain(
+            x, weight, tokens, experts, start, end, num_tokens, num_experts, hidden,
+            STEPS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        tl.static_assert(BLOCK_K == LANES)
+        acc = _lane_chain(
+            x, weight, tokens, experts, start, end, num_tokens, num_experts, hidden,
+            STEPS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit

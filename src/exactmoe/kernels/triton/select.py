@@ -13,19 +13,22 @@ _LOWEST32, _NOTHING = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _two(first, stride, mask):
-    left = tl.load(first, mask=mask, other=0.0)
-    return left + tl.load(first + stride, mask=mask, other=0.0)
+def _pairs(values, COUNT: tl.constexpr):
+    """A tuple of 2 x COUNT blocks -> of COUNT sums of neighbours."""
+    sums = ()
+    for i in tl.static_range(COUNT):
+        sums = sums + (values[2 * i] + values[2 * i + 1],)
+    return sums
 
 
 @triton.jit
-def _four(first, stride, mask):
-    return _two(first, stride, mask) + _two(first + 2 * stride, stride, mask)
-
-
-@triton.jit
-def _eight(first, stride, mask):
-    return _four(first, stride, mask) + _four(first + 4 * stride, stride, mask)
+def _tree(parts, part_stride, mask):
+    """The binary tree over the 16 segments; all loads come before the first sum."""
+    values = ()
+    for segment in tl.static_range(16):
+        place = part_stride.to(tl.int64) * segment
+        values = values + (tl.load(parts + place, mask=mask, other=0.0),)
+    return _pairs(_pairs(_pairs(_pairs(values, 8), 4), 2), 1)[0]
 
 
 @triton.jit
@@ -79,18 +82,19 @@ def select(
     k = tl.arange(0, BLOCK_K)
     known = e < num_experts
     place = token * num_experts + e
+    if HASHED:
+        row = tl.load(token_ids + token)
+        in_table = (row >= 0) & (row < table_rows)
+        found = tl.load(table + row * TOP_K + k, mask=(k < TOP_K) & in_table, other=-1)
+    if BIASED:
+        added = tl.load(bias + e, mask=known, other=0.0)
     if PARTS:
-        stride = part_stride.to(tl.int64)
-        logit = _eight(parts + place, stride, known)
-        logit += _eight(parts + place + 8 * stride, stride, known)
+        logit = _tree(parts + place, part_stride, known)
         tl.store(logits + place, logit, mask=known)
     else:
         logit = tl.load(logits + place, mask=known, other=0.0)
 
     if HASHED:
-        row = tl.load(token_ids + token)
-        in_table = (row >= 0) & (row < table_rows)
-        found = tl.load(table + row * TOP_K + k, mask=(k < TOP_K) & in_table, other=-1)
         present = (found >= 0) & (found < num_experts)
         ids = tl.where(present, found, num_experts).to(tl.int32)
         chosen = tl.gather(logit, tl.where(present, ids, 0), 0)
@@ -99,7 +103,7 @@ def select(
         scores = _rounded(router_score(logit, SIGMOID), LADDER)
         keys = scores
         if BIASED:
-            keys = _rounded(scores + tl.load(bias + e, mask=known, other=0.0), LADDER)
+            keys = _rounded(scores + added, LADDER)
         waiting = tl.where(known, _ordered(keys, e, BLOCK_E), _NOTHING)
         ids = tl.zeros([BLOCK_K], tl.int32)
         for i in range(TOP_K):

@@ -6,7 +6,7 @@ from torch import Tensor
 from exactmoe.config import Numerics
 from exactmoe.kernels.triton.combine import combine as kernel
 
-_BLOCK_H = 256  # columns of a program: 16 bytes of bfloat16 a lane
+_LANE_BYTES = 16  # that a lane reads of a slot
 
 
 def combine(
@@ -25,7 +25,8 @@ def combine(
     if num_tokens == 0:
         return
     top_k = expert_ids.shape[1]
-    kernel[(num_tokens, triton.cdiv(hidden, _BLOCK_H))](
+    block = 32 * _LANE_BYTES // slots.element_size()
+    kernel[(num_tokens, triton.cdiv(hidden, block))](
         slots,
         expert_ids,
         weights,
@@ -37,7 +38,7 @@ def combine(
         WEIGHTED=numerics.activation == "a16",
         SHARED=shared is not None,
         BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_H=_BLOCK_H,
+        BLOCK_H=block,
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -1,5 +1,8 @@
 """router: logits, then expert ids and weights of each token."""
 
+from typing import Any
+
+import torch
 import triton
 from torch import Tensor
 
@@ -30,7 +33,8 @@ def router(
     """
     if x.shape[0] == 0:
         return
-    router_logits(x, weights.weight, logits, parts)
+    units = weights.weight_bf16
+    router_logits(x, weights.weight_f32 if units is None else units, logits, parts)
     select(logits, weights, token_ids, numerics, routed, parts)
 
 
@@ -48,7 +52,7 @@ def router_logits(x: Tensor, weight: Tensor, logits: Tensor, parts: Tensor | Non
     grid = (triton.cdiv(num_experts, block_m), triton.cdiv(num_tokens, block_n))
     sizes = (num_tokens, num_experts, hidden, per_segment)
     block_k = min(triton.next_power_of_2(per_segment), _BLOCK_K) if units else _LANES
-    options = {
+    options: dict[str, Any] = {
         "UNITS": units,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -58,6 +62,8 @@ def router_logits(x: Tensor, weight: Tensor, logits: Tensor, parts: Tensor | Non
         "num_stages": 3,
         "enable_fp_fusion": False,
     }
+    if torch.version.hip is not None:
+        options["matrix_instr_nonkdim"] = 16  # 32 x 32 instructions have other bits
     if parts is None:
         kernels.logits[grid](x, weight, logits, *sizes, **options)
     else:
@@ -111,6 +117,11 @@ def select(
         TOP_K=expert_ids.shape[1],
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_K=triton.next_power_of_2(expert_ids.shape[1]),
-        num_warps=4,
+        num_warps=_warps(num_experts, parts is not None),
         enable_fp_fusion=False,
     )
+
+
+def _warps(num_experts: int, narrow: bool) -> int:
+    """A narrow call gives each thread one expert: then all loads of its 16 sums are in flight."""
+    return min(max(triton.next_power_of_2(num_experts) // 32, 1), 32 if narrow else 4)

@@ -41,5 +41,5 @@ def test_union_of_experts():
 
 def test_others_and_failures_do_not_count():
     failed = Record(EXPERTS, OURS, 2, note="no")
-    others = [point(1, 1, 8, part=BLOCK), point(2, 9, 8, what="peer"), failed]
+    others = [point(2, 1, 8, part=BLOCK), point(2, 9, 8, what="peer"), failed]
     assert steps([point(1, 40, 8), *others]) == []

@@ -1,11 +1,11 @@
-"""The calls that are timed: the bytes of the layer, errors against float64, faults that are seen."""
+"""The calls that are timed: the bytes of the layer, errors against float64, faults seen."""
 
 import pytest
 import torch
 
 from exactmoe import Limits, MoELayer
 from exactmoe.bench import bits, ours
-from exactmoe.bench.problem import draw_dense, draw_router
+from exactmoe.bench.problem import Selection, draw_dense, draw_router
 from exactmoe.bench.truth import Truth, dense_truth, experts_truth
 from exactmoe.errors import BitMismatch
 
@@ -43,6 +43,13 @@ def test_errors_of_right_and_wrong_results(problem, selections, rng):
     assert truth.error(y) != truth.error(y)
     # Only sampled rows count.
     assert Truth((0,), truth.values[:1]).error(y) < 6e-3
+
+
+def test_truth_is_clamped_as_the_layer_is(problem, selections, rng):
+    layer, selection = layer_of(problem, rng), selections[0]
+    loud = Selection(selection.x * 30, selection.expert_ids, selection.weights)
+    y = layer.experts(loud.x, loud.expert_ids, loud.weights)
+    assert experts_truth(problem, loud).error(y) < 6e-3
 
 
 def test_error_of_a_dense_mlp(shape, rng):

@@ -35,7 +35,9 @@ def test_an_expert_of_glm_has_the_published_bytes():
     assert problem.expert_bytes == 3 * 4096 * 2048 * 4.5 / 8 + 12
 
 
-def test_projections_keep_the_size_of_their_input(problem):
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_projections_keep_the_size_of_their_input(rng, format):
+    problem = draw_problem(parse_shape("2048,64,2,1"), format, torch.device("cpu"), rng)
     for weight in (problem.gate, problem.up, problem.down):
         x = torch.randn(weight.columns, dtype=torch.float64)
         size = (true_weight(weight, 1) @ x).pow(2).mean().sqrt()

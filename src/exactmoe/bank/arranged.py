@@ -163,7 +163,12 @@ class ArrangedModule(ExactModule):
         destination.update({prefix + key: part for key, part in self._converted().items()})
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        if self._layout != CANONICAL:
+        names = [n for name in self._packed_meta for n in (f"{name}_codes", f"{name}_scales")]
+        if self._layout != CANONICAL and all(prefix + name in state_dict for name in names):
+            self._require_movable(CANONICAL)
+            self._layout = CANONICAL  # of the bytes that come
+            self._packed_cache.clear()
+        elif self._layout != CANONICAL:
             self.arrange(CANONICAL)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

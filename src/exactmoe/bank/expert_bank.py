@@ -8,6 +8,7 @@ from torch import Tensor
 from exactmoe.bank.arranged import ArrangedModule
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight, quantize
+from exactmoe.ops import CANONICAL
 from exactmoe.plan import WeightShape
 
 PROJECTIONS = ("gate", "up", "down")
@@ -108,7 +109,8 @@ class ExpertBank(ArrangedModule):
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"
         sizes += f", intermediate_size={self.intermediate_size}"
-        return f"{sizes}, formats={self.formats}, nbytes={self.nbytes}"
+        order = "" if self.layout == CANONICAL else f", layout={self.layout}"
+        return f"{sizes}, formats={self.formats}, nbytes={self.nbytes}{order}"
 
 
 def quantize_experts(

@@ -9,8 +9,8 @@ from exactmoe.hf.experts import register
 from exactmoe.hf.explanation import explain
 from exactmoe.hf.load import load_model
 from exactmoe.hf.on_the_fly import ExactMoEConfig
-from exactmoe.hf.whole_block import blocks
+from exactmoe.hf.whole_block import blocks, to_canonical
 
 register()
 
-__all__ = ["ExactMoEConfig", "blocks", "explain", "load_model"]
+__all__ = ["ExactMoEConfig", "blocks", "explain", "load_model", "to_canonical"]

@@ -120,7 +120,8 @@ def layer_of(experts: nn.Module, top_k: int) -> MoELayer:
 
 def _build(experts: nn.Module, top_k: int) -> MoELayer:
     limit = require_known(experts)
-    bank = storage.bank(experts)
+    # The parameters stay transformers' own: nothing here sees who else reads them.
+    bank = storage.bank(experts, fixed_order=True)
     config = MoEConfig(
         hidden_size=bank.hidden_size,
         intermediate_size=bank.intermediate_size,

@@ -13,6 +13,7 @@ from exactmoe.hf.forms import stored_forms
 from exactmoe.hf.hub import checkpoint_folder
 from exactmoe.hf.quantizer import PackedConfig
 from exactmoe.hf.saving import Origin
+from exactmoe.runtime.devices import resolve
 
 # Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find
 # its parameter there.
@@ -38,12 +39,13 @@ def load_model(
         numerics: "a16", "a8" or a Numerics (output "bf16"); None: the family's class (glm5_next
             a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
-        backend: "auto", "cpu" or "reference".
+        backend: "auto", or a name of plan.BACKENDS.
         progress: show transformers' progress bars.
 
     Returns:
         The model in eval mode, no parameter asking for a gradient. Packed weights stay packed: the
-        experts' parameters hold the checkpoint's bytes.
+        experts' parameters hold the checkpoint's bytes. On backend "cuda" they hold them in the
+        order of its kernels; a state dict, saving, copying and moving give the checkpoint's order.
 
     Raises:
         CheckpointError: a tensor is missing, malformed, or taken by nobody and ignored by no rule.
@@ -74,7 +76,7 @@ def load_model(
 def _one_card(placement: Placement) -> str:
     if len(placement.cards) > 1:
         raise Unsupported(f"cards are {placement.cards}; this version runs a model on one card")
-    return placement.cards[0]
+    return str(resolve(placement.cards[0]))
 
 
 def _require_bf16(checkpoint: Checkpoint) -> None:

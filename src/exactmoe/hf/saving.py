@@ -7,7 +7,7 @@ given its published name and dtype; what nobody loads (MTP layers, input scales)
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from exactmoe.bank import ExpertBank
 from exactmoe.checkpoint import Checkpoint, LayerPlan, TensorInfo, WeightPlan
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import CheckpointError, Unsupported
@@ -23,7 +24,8 @@ from exactmoe.formats import PackedWeight
 from exactmoe.formats.scales import decode_e8m0
 from exactmoe.hf import adapter
 from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
-from exactmoe.hf.whole_block import blocks
+from exactmoe.hf.whole_block import blocks, raw_state_dicts
+from exactmoe.ops import CANONICAL
 
 _DTYPES = {
     "U8": torch.uint8,
@@ -66,7 +68,8 @@ class Origin:
             CheckpointError: names that do not match, or files that are gone or changed.
             Unsupported: parameters are offloaded.
         """
-        state = model.state_dict()
+        with raw_state_dicts():
+            state = model.state_dict()
         _require_in_memory(state)
         saved: dict[str, Tensor] = {}
         prefixes = self._blocks(model, saved)
@@ -83,7 +86,7 @@ class Origin:
         for index, _, layer in found:
             plan = self.plans[index]
             for projection, weight in plan.experts.items():
-                _add(saved, weight, layer.bank.packed(projection))
+                _add(saved, weight, _to_save(layer.bank, projection))
             dense = layer if isinstance(layer, DenseMLP) else layer.shared
             for projection, weight in plan.dense.items():
                 _add(saved, weight, dense.bank.packed(projection))  # type: ignore[union-attr]
@@ -118,6 +121,21 @@ class Origin:
             raise CheckpointError(
                 f"the model cannot be saved as {self.checkpoint.path} was: {shown}{more}"
             )
+
+
+def _to_save(bank: ExpertBank, projection: str) -> PackedWeight:
+    """A projection in canonical order: the parameters' own memory, or a copy on the host, since all
+    of them together may not fit the card a second time.
+    """
+    weight = bank.packed(projection)
+    if bank.layout == CANONICAL or weight.scales is None:
+        return weight
+    return replace(
+        weight,
+        codes=weight.codes.cpu(),
+        scales=weight.scales.cpu(),
+        global_scale=None if weight.global_scale is None else weight.global_scale.cpu(),
+    )
 
 
 def quantized_state_dict(

@@ -17,6 +17,7 @@ from exactmoe.dense import DenseMLP
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE
+from exactmoe.ops import CANONICAL
 
 # transformers' own FP8Experts names its scales so.
 _SCALE_INV = "_scale_inv"
@@ -34,9 +35,23 @@ class LayerCache:
     def get(self, module: nn.Module, build: Callable[[], Any], *extra: Any) -> Any:
         """The layer at hand, or `build()` if a tensor of the module or one of `extra` changed."""
         if self._layer is None or self._key != self._now(extra):
+            self.to_canonical()
             self._slots = tuple(_slots(module))
-            self._layer, self._key = build(), self._now(extra)
+            # Views made in inference mode would not count writes to their parameters.
+            with torch.inference_mode(False), torch.no_grad():
+                self._layer, self._key = build(), self._now(extra)
         return self._layer
+
+    @property
+    def arranged(self) -> ExpertBank | None:
+        """The bank whose bytes are in another than canonical order, if there is one."""
+        bank = None if self._layer is None else self._layer.bank
+        return None if bank is None or bank.layout == CANONICAL else bank
+
+    def to_canonical(self) -> None:
+        """Put the module's parameters in the order that everybody else reads."""
+        if (bank := self.arranged) is not None:
+            bank.arrange(CANONICAL)
 
     def _now(self, extra: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*extra, *(_place(holder[name]) for holder, name in self._slots))
@@ -68,14 +83,39 @@ def refuse_gradients(module: nn.Module, *inputs: Tensor) -> None:
         )
 
 
-def bank(experts: nn.Module) -> ExpertBank:
+def bank(experts: nn.Module, fixed_order: bool = False) -> ExpertBank:
     """Experts of a module with `gate_up_proj` [E, 2I, H], gate first, and `down_proj` [E, H, I]."""
+    weights = {
+        projection: _weight(experts, name, rows, number)
+        for projection, (name, rows, number) in _places(experts).items()
+    }
+    return ExpertBank(weights["gate"], weights["up"], weights["down"], fixed_order)
+
+
+def _places(experts: nn.Module) -> dict[str, tuple[str, slice, int]]:
+    """Projection -> its parameter, its rows there, and its number among the global scales."""
     inner = experts.gate_up_proj.shape[1] // 2  # type: ignore[union-attr,index]
-    return ExpertBank(
-        gate=_weight(experts, "gate_up_proj", slice(0, inner), 0),
-        up=_weight(experts, "gate_up_proj", slice(inner, 2 * inner), 1),
-        down=_weight(experts, "down_proj", slice(None), 0),
-    )
+    return {
+        "gate": ("gate_up_proj", slice(0, inner), 0),
+        "up": ("gate_up_proj", slice(inner, 2 * inner), 1),
+        "down": ("down_proj", slice(None), 0),
+    }
+
+
+def canonical_parameters(experts: nn.Module, bank: ExpertBank) -> dict[str, Tensor]:
+    """Copies in host memory, in canonical order, of the parameters with codes and block scales of
+    FP4 experts; one projection at a time is converted beside them.
+    """
+    copies: dict[str, Tensor] = {}
+    for projection, (name, rows, _) in _places(experts).items():
+        weight = bank.packed(projection)
+        for parameter, part in ((name, weight.codes), (_scales_name(experts, name), weight.scales)):
+            if part is None:
+                continue
+            if parameter not in copies:
+                copies[parameter] = torch.empty_like(_tensor(experts, parameter), device="cpu")
+            copies[parameter].view(torch.uint8)[:, rows].copy_(part)
+    return copies
 
 
 def format_of(experts: nn.Module) -> str:
@@ -103,16 +143,22 @@ def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> Pack
 
 
 def _scales(module: nn.Module, name: str) -> Tensor | None:
-    for suffix in (SCALE, _SCALE_INV):
-        if hasattr(module, name + suffix):
-            scales = _tensor(module, name + suffix)
-            is_fp8 = _tensor(module, name).dtype == torch.float8_e4m3fn
-            allowed = _FP8_SCALES if is_fp8 else _FP4_SCALES
-            if scales.dtype not in allowed:
-                names = ", ".join(f"{dtype} ({format})" for dtype, format in allowed.items())
-                raise Unsupported(f"{name + suffix} is {scales.dtype}; allowed: {names}")
-            return scales
-    return None
+    suffixed = _scales_name(module, name)
+    if not suffixed:
+        return None
+    scales = _tensor(module, suffixed)
+    is_fp8 = _tensor(module, name).dtype == torch.float8_e4m3fn
+    allowed = _FP8_SCALES if is_fp8 else _FP4_SCALES
+    if scales.dtype not in allowed:
+        names = ", ".join(f"{dtype} ({format})" for dtype, format in allowed.items())
+        raise Unsupported(f"{suffixed} is {scales.dtype}; allowed: {names}")
+    return scales
+
+
+def _scales_name(module: nn.Module, name: str) -> str:
+    """Name of the block scales beside a parameter; empty where there are none."""
+    names = (name + suffix for suffix in (SCALE, _SCALE_INV))
+    return next((found for found in names if hasattr(module, found)), "")
 
 
 def _global_scale(module: nn.Module, name: str) -> tuple[str, str]:

@@ -5,8 +5,10 @@ Contract: router, routed experts and shared expert are one call with one roundin
 is none before the shared expert is added.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -103,6 +105,7 @@ class WholeBlock:
 
     def move(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Stands in `block._apply`: parameters may move, but no dtype changes (field fault A16)."""
+        self.to_canonical()
 
         def as_bytes(tensor: Tensor) -> Tensor:
             # Integers are never cast, so what `fn` would do to the dtype does not reach the values.
@@ -111,6 +114,48 @@ class WholeBlock:
 
         return type(self.block)._apply(self.block, as_bytes, recurse)
 
+    def to_canonical(self) -> None:
+        """Put the experts' parameters in the order of the checkpoint, until the next call."""
+        self._cache.to_canonical()
+
+    # What stands in the experts module of the block: its parameters' readers get canonical order.
+
+    def move_experts(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """In `experts._apply`."""
+        self.to_canonical()
+        return type(self.block.experts)._apply(self.block.experts, fn, recurse)  # type: ignore
+
+    def experts_state(self) -> dict[str, Any]:
+        """In `experts.__getstate__`: of a copy or a pickle."""
+        self.to_canonical()
+        return dict(self.block.experts.__dict__)
+
+    def convert_state_dict(
+        self, experts: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        """Hook after `experts.state_dict`: copies in host memory where the order is another one."""
+        if (bank := self._cache.arranged) is not None and not _raw:
+            copies = storage.canonical_parameters(experts, bank)
+            state_dict.update({prefix + name: copy for name, copy in copies.items()})
+
+    def before_load(self, *arguments: Any) -> None:
+        """Hook before `experts.load_state_dict`."""
+        self.to_canonical()
+
+
+# While it is not empty, state dicts hold the parameters as they are.
+_raw: list[None] = []
+
+
+@contextmanager
+def raw_state_dicts() -> Iterator[None]:
+    """State dicts without converted copies, for somebody who doesn't read the experts in them."""
+    _raw.append(None)
+    try:
+        yield
+    finally:
+        _raw.pop()
+
 
 def attach(block: nn.Module, spec: LayerSpec, options: Options) -> None:
     """Let our layer run the block from now on. It is built at once, so its errors are met here."""
@@ -118,6 +163,12 @@ def attach(block: nn.Module, spec: LayerSpec, options: Options) -> None:
     setattr(block, _MARK, whole)
     block.forward = whole  # type: ignore[method-assign]
     block._apply = MethodType(WholeBlock.move, whole)  # type: ignore[method-assign]
+    if spec.moe is not None:
+        experts: Any = block.experts
+        experts._apply = MethodType(WholeBlock.move_experts, whole)
+        experts.__getstate__ = MethodType(WholeBlock.experts_state, whole)
+        experts.register_state_dict_post_hook(partial(WholeBlock.convert_state_dict, whole))
+        experts.register_load_state_dict_pre_hook(MethodType(WholeBlock.before_load, whole))
     _ = whole.layer
 
 
@@ -154,4 +205,21 @@ def _whole(module: nn.Module) -> WholeBlock | None:
     return whole if isinstance(whole, WholeBlock) else None
 
 
-__all__ = ["Options", "WholeBlock", "attach", "attach_all", "blocks"]
+def to_canonical(model: nn.Module) -> None:
+    """Put the experts of all blocks in the order of the checkpoint, in place, before somebody reads
+    or writes the parameters themselves. The next call on backend "cuda" rearranges them.
+    """
+    for module in model.modules():
+        if (whole := _whole(module)) is not None:
+            whole.to_canonical()
+
+
+__all__ = [
+    "Options",
+    "WholeBlock",
+    "attach",
+    "attach_all",
+    "blocks",
+    "raw_state_dicts",
+    "to_canonical",
+]

@@ -25,16 +25,20 @@ _INSTALL = "pip install 'exactmoe[cuda]'"
 
 
 class WeightShape(NamedTuple):
-    """Format, rows N and columns K of one projection of routed experts."""
+    """Format, rows N and columns K of one projection of routed experts; and whether its experts lie
+    one after the other (they don't in a view of a tensor that holds gate and up of each).
+    """
 
     format: str
     rows: int
     columns: int
+    contiguous: bool = True
 
     @classmethod
     def of(cls, format: str, codes: torch.Tensor) -> "WeightShape":
         """Of codes [E, N, bytes], or bfloat16 [E, N, K]."""
-        return cls(format, codes.shape[1], codes.shape[2] * (2 if format in _FP4 else 1))
+        columns = codes.shape[2] * (2 if format in _FP4 else 1)
+        return cls(format, codes.shape[1], columns, codes.is_contiguous())
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,8 @@ def _unfit(call: _Call) -> str | None:
     for name, weight in zip(("gate", "up", "down"), call.experts, strict=True):
         if weight.format not in _FP4:
             return f"{name} is {weight.format}; it takes {', '.join(_FP4)}"
+        if not weight.contiguous:
+            return f"the experts of {name} do not lie one after the other in memory"
         if weight.rows % _PANEL or weight.columns % _PANEL:
             return (
                 f"{name} has {weight.rows} rows and {weight.columns} columns; "

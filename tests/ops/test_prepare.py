@@ -1,5 +1,7 @@
 """prepare: addresses into the packed bytes, epilogue factors, refusals."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -57,3 +59,16 @@ def test_bf16_weights_of_every_size_are_not_fused():
         values[0, 3, 31] = value
         plain = prepare(PackedWeight("bf16", values)).layout
         assert plain[TILES : TILES + 3].tolist() == plain[TILES + 3 :].tolist()
+
+
+@pytest.mark.parametrize(("format", "byte", "scale"), [("nvfp4", 0x53, 11.0), ("mxfp4", 100, 1.0)])
+def test_a_table_has_the_operands_of_every_code_in_one_cache_line(format, byte, scale):
+    scales = torch.full((1, 1, 1), byte, dtype=torch.uint8)
+    codes = torch.full((1, 1, 16 if format == "mxfp4" else 8), 0x22, dtype=torch.uint8)
+    factor = torch.ones(1) if format == "nvfp4" else None
+    row = int(prepare(PackedWeight(format, codes, scales, factor)).experts[0, 2]) + 64 * byte
+    assert row % 64 == 0
+    found = np.frombuffer((ctypes.c_float * 16).from_address(row), np.float32)
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    expected = scale * np.array(magnitudes + [-m for m in magnitudes], np.float32)
+    assert found.tobytes() == expected.tobytes()

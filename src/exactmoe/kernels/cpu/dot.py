@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 
 from exactmoe.kernels.cpu.compile import entry
 from exactmoe.kernels.cpu.vectors import (
+    E2M1_ORDER,
     F32,
     I64,
     LANES,
@@ -42,7 +43,7 @@ from exactmoe.kernels.cpu.vectors import (
     splat,
     store,
     sums_of_lanes,
-    table_entry,
+    table_rows,
 )
 
 ROWS = 4
@@ -54,7 +55,7 @@ GEOMETRY = ("columns", "chain", "token_scale_step")
 _STEP_BYTES = {"nvfp4": 8, "mxfp4": 8, "bf16": 32, "fp8": 16, "f32": 64}  # bytes of 16 elements
 _BLOCK_STEPS = {"nvfp4": 1, "mxfp4": 2}  # steps of 16 elements that share a block scale
 _FP8_BLOCK_STEPS = 8  # and as many that share the scale of an fp8 block
-_UNROLL = 2
+_CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,40 @@ class _Emitter:
     tokens: list[ir.Value]
     cells: list[ir.Value]
 
-    def stored(self, row: ir.Value, step: ir.Value, count: int) -> list[ir.Value]:
-        """`count` x 16 elements of a row, codes without their scale, doubled if not avx512."""
+    @property
+    def block_steps(self) -> int:
+        """Steps that share a block scale of a packed format; 0 for the others."""
+        return _BLOCK_STEPS.get(self.format, 0)
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether operands come from a table, in the lane order E2M1_ORDER."""
+        return self.avx512 and self.block_steps > 0
+
+    @property
+    def unroll(self) -> int:
+        return 4 if self.looked_up else 2
+
+    def prefetch_rows(self, step: ir.Value, count: int) -> None:
+        """Ask for as many bytes of the next tile's rows as `count` steps of this one read."""
         builder, size = self.builder, _STEP_BYTES[self.format]
-        at = builder.add(row, builder.mul(step, ir.Constant(I64, size)))
-        prefetch(builder, builder.add(at, self.ahead))
-        if self.format in _BLOCK_STEPS:
-            return (e2m1_avx512 if self.avx512 else e2m1_doubled)(builder, at, count)
+        if not self.block_steps:
+            offset = builder.add(builder.mul(step, ir.Constant(I64, size)), self.ahead)
+            for row in self.rows:
+                prefetch(builder, builder.add(row, offset))
+            return
+        # Rows that follow each other are one piece of memory: each line of it is asked for once.
+        offset = builder.add(builder.mul(step, ir.Constant(I64, size * ROWS)), self.ahead)
+        first = builder.add(self.rows[0], offset)
+        for place in range(0, count * size * ROWS, _CACHE_LINE):
+            prefetch(builder, builder.add(first, ir.Constant(I64, place)))
+
+    def operands(self, row: int, step: ir.Value, count: int) -> list[ir.Value]:
+        """`count` vectors of 16 operands of a row."""
+        builder, size = self.builder, _STEP_BYTES[self.format]
+        at = builder.add(self.rows[row], builder.mul(step, ir.Constant(I64, size)))
+        if self.block_steps:
+            return self.scaled(row, at, step, count)
         places = [builder.add(at, ir.Constant(I64, size * i)) for i in range(count)]
         if self.format == "bf16":
             return [bf16(builder, place) for place in places]
@@ -87,32 +115,35 @@ class _Emitter:
             return [e4m3(builder, place) for place in places]
         return [load(builder, place, LANES_F32, 4) for place in places]
 
-    def operands(self, row: int, step: ir.Value, count: int) -> list[ir.Value]:
-        """`count` vectors of 16 operands of a row."""
-        builder = self.builder
-        values = self.stored(self.rows[row], step, count)
-        if self.format not in _BLOCK_STEPS:
-            return values
-        per_scale = _BLOCK_STEPS[self.format]
-        first = builder.udiv(step, ir.Constant(I64, per_scale))
-        scaled = []
-        for i, value in enumerate(values):
-            place = builder.add(first, ir.Constant(I64, i // per_scale))
-            scale = table_entry(builder, self.table, builder.add(self.row_scales[row], place))
-            if not self.avx512:
-                # Exact: a scale over a code that is not zero is at least 2^-96.
-                scale = builder.fmul(scale, ir.Constant(F32, 0.5))
-            scaled.append(builder.fmul(value, splat(builder, scale)))
-        return scaled
+    def scaled(self, row: int, at: ir.Value, step: ir.Value, count: int) -> list[ir.Value]:
+        """Operands of a packed format: its codes lie at `at`."""
+        builder, per_scale = self.builder, self.block_steps
+        block = builder.udiv(step, ir.Constant(I64, per_scale))
+        place = builder.add(self.row_scales[row], block)
+        blocks = table_rows(builder, self.table, place, count // per_scale)
+        rows = [blocks[i // per_scale] for i in range(count)]
+        if self.looked_up:
+            return e2m1_avx512(builder, at, rows)
+        # The value of code 1 is half the scale; exact, for a scale over a code that is not zero is
+        # at least 2^-96.
+        halves = [load(builder, builder.add(row, ir.Constant(I64, 4)), F32, 4) for row in rows]
+        doubled = e2m1_doubled(builder, at, count)
+        return [
+            builder.fmul(value, splat(builder, half))
+            for value, half in zip(doubled, halves, strict=True)
+        ]
 
     def steps(self, step: ir.Value, count: int) -> None:
         """Add the products of `count` x 16 elements to every cell, k ascending."""
         builder = self.builder
+        self.prefetch_rows(step, count)
         operands = [self.operands(r, step, count) for r in range(ROWS)]
         for i in range(count):
             offset = builder.shl(builder.add(step, ir.Constant(I64, i)), ir.Constant(I64, 6))
             for t, token in enumerate(self.tokens):
                 x = load(builder, builder.add(token, offset), LANES_F32, 4)
+                if self.looked_up:
+                    x = shuffle(builder, x, x, E2M1_ORDER)
                 for r in range(ROWS):
                     cell = self.cells[t * ROWS + r]
                     old, w = builder.load(cell), operands[r][i]
@@ -146,16 +177,20 @@ class _Emitter:
         builder = self.builder
         for cell in self.cells:
             builder.store(ir.Constant(LANES_F32, [0.0] * LANES), cell)
-        rounds = builder.udiv(length, ir.Constant(I64, _UNROLL))
-        with cgutils.for_range(builder, rounds) as loop:
-            done = builder.mul(loop.index, ir.Constant(I64, _UNROLL))
-            self.steps(builder.add(first, done), _UNROLL)
-        odd = builder.urem(length, ir.Constant(I64, _UNROLL))
-        with builder.if_then(builder.icmp_unsigned("!=", odd, ir.Constant(I64, 0)), likely=False):
-            # MXFP4 never comes here: its k is a multiple of 32.
-            if self.format != "mxfp4":
-                self.steps(builder.add(first, builder.sub(length, odd)), 1)
-        return sums_of_lanes(builder, [builder.load(cell) for cell in self.cells])
+        self.repeat(first, length, self.unroll)
+        left = builder.urem(length, ir.Constant(I64, self.unroll))
+        self.repeat(builder.add(first, builder.sub(length, left)), left, max(self.block_steps, 1))
+        sums = [builder.load(cell) for cell in self.cells]
+        if self.looked_up:
+            back = [E2M1_ORDER.index(j) for j in range(LANES)]
+            sums = [shuffle(builder, lanes, lanes, back) for lanes in sums]
+        return sums_of_lanes(builder, sums)
+
+    def repeat(self, first: ir.Value, length: ir.Value, count: int) -> None:
+        """`count` steps at a time, as often as `length` has room for them."""
+        builder, size = self.builder, ir.Constant(I64, count)
+        with cgutils.for_range(builder, builder.udiv(length, size)) as loop:
+            self.steps(builder.add(first, builder.mul(loop.index, size)), count)
 
 
 def _emit(

@@ -2,8 +2,9 @@
 of.
 
 A weight comes as three arrays (ops/cpu/prepare.py makes them):
-    experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of the values
-    of its scale bytes (FP8's scales are float32, read as they are)
+    experts  int64 [E, 3]: addresses of the expert's codes, of its block scales, and of its table:
+    float32 [256, 16], the operands of the 16 codes under each scale byte, where a byte is used
+    (FP8's scales are float32, read as they are)
     factors  float32 [E]: what the accumulator is multiplied by, or divided by
     layout   int64 [12]: see the names below
 """

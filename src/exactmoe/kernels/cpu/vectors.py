@@ -15,8 +15,7 @@ I8, I16, I32, I64, F32 = (
 )
 LANES_F32 = ir.VectorType(F32, LANES)
 LANES_I32 = ir.VectorType(I32, LANES)
-# Upper halves of the float32 that are e2m1's values: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-_E2M1_HALVES = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
+E2M1_ORDER = tuple(j // 2 + 8 * (j % 2) for j in range(LANES))  # what e2m1_avx512 has in lane j
 
 
 def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
@@ -73,29 +72,26 @@ def e2m1_doubled(builder: ir.IRBuilder, address: ir.Value, steps: int) -> list[i
     return [builder.sitofp(builder.sext(part, LANES_I32), LANES_F32) for part in parts]
 
 
-def e2m1_avx512(builder: ir.IRBuilder, address: ir.Value, steps: int) -> list[ir.Value]:
-    """The values of 16 x steps codes (steps 1 or 2), five instructions for 32 of them.
+def e2m1_avx512(
+    builder: ir.IRBuilder, address: ir.Value, rows: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """The operands of 16 codes for each address of a table's row, lanes in the order E2M1_ORDER.
 
-    Each 32-bit lane j gets nibble j of the first 8 bytes in its lower 16 bits and nibble j of the
-    next 8 bytes in its upper 16. One permute looks up both as upper halves of float32; it reads
-    five bits of an index, and the table is there twice, so the bit beside a nibble is harmless.
+    A row has the 16 codes' values times a block scale. The 8 bytes of 16 codes go to every 64-bit
+    lane; after a shift the lower four bits of a 32-bit lane are its code, and those alone are what
+    the permute reads. Three instructions for 16 operands, two of them loads, and no multiply.
     """
-    words = load(builder, address, ir.VectorType(I16, 4 * steps), 1)
-    second = 4 * (steps - 1)
-    spread = [j // 4 + second * half for j in range(LANES) for half in range(2)]
-    indices = shuffle(builder, words, words, spread)
-    shifts = [4 * (j % 4) for j in range(LANES) for _ in range(2)]
-    indices = builder.lshr(indices, ir.Constant(indices.type, shifts))
-    table = ir.Constant(indices.type, [*_E2M1_HALVES, *(h | 0x8000 for h in _E2M1_HALVES)] * 2)
-    type_ = ir.FunctionType(table.type, [table.type] * 2)
-    name = "llvm.x86.avx512.permvar.hi.512"
+    type_ = ir.FunctionType(LANES_F32, [LANES_F32, LANES_I32])
+    name = "llvm.x86.avx512.permvar.sf.512"
     permute = cgutils.get_or_insert_function(builder.module, type_, name)
-    halves = builder.bitcast(builder.call(permute, [table, indices]), LANES_I32)
-    first = builder.shl(halves, ir.Constant(LANES_I32, [16] * LANES))
-    if steps == 1:
-        return [builder.bitcast(first, LANES_F32)]
-    last = builder.and_(halves, ir.Constant(LANES_I32, [0xFFFF0000] * LANES))
-    return [builder.bitcast(first, LANES_F32), builder.bitcast(last, LANES_F32)]
+    shifts = ir.Constant(LANES_I32, [4 * (j // 2) for j in range(LANES)])
+    operands = []
+    for i, row in enumerate(rows):
+        codes = load(builder, builder.add(address, ir.Constant(I64, 8 * i)), I64, 1)
+        everywhere = builder.bitcast(splat(builder, codes, LANES // 2), LANES_I32)
+        values = load(builder, row, LANES_F32, 64)
+        operands.append(builder.call(permute, [values, builder.lshr(everywhere, shifts)]))
+    return operands
 
 
 def bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -128,10 +124,18 @@ def e4m3(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.select(builder.icmp_unsigned("==", exponent, all_of(0)), small, normal)
 
 
-def table_entry(builder: ir.IRBuilder, table: ir.Value, address: ir.Value) -> ir.Value:
-    """table[byte at address] as float32; table is the address of 256 float32."""
-    byte = builder.zext(load(builder, address, I8, 1), I64)
-    return load(builder, builder.add(table, builder.shl(byte, ir.Constant(I64, 2))), F32, 4)
+def table_rows(
+    builder: ir.IRBuilder, table: ir.Value, address: ir.Value, count: int
+) -> list[ir.Value]:
+    """The addresses table + 64 x byte of `count` bytes (a power of two, at most 8)."""
+    word = load(builder, address, ir.IntType(8 * count), 1)
+    wide = builder.zext(word, I64) if count < 8 else word
+    rows = []
+    for i in range(count):
+        amount = ir.Constant(I64, abs(8 * i - 6))
+        shifted = builder.shl(wide, amount) if i == 0 else builder.lshr(wide, amount)
+        rows.append(builder.add(table, builder.and_(shifted, ir.Constant(I64, 0xFF << 6))))
+    return rows
 
 
 def sums_of_lanes(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:

@@ -1,12 +1,16 @@
 """The demo models on a card: text, and recorded MLP inputs replayed in chunks of 1 to 64 tokens."""
 
+import json
 import os
+import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+from typer.testing import CliRunner
 
+from exactmoe.cli.app import build
 from exactmoe.proof import recording, replay
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
@@ -75,3 +79,21 @@ def test_text(models, device, name):
     for _, _, layer in blocks(model):
         if hasattr(layer, "check"):
             layer.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm5_next", "deepseek_v4"])
+def test_the_verify_command(name):
+    """`exactmoe verify` of a demo model: everything is equal, in a minute (kernels compiled)."""
+    runner, arguments = CliRunner(), ["verify", str(DEMO / name), "--cards", "cuda:0", "--json"]
+    first = runner.invoke(build(), arguments)
+    assert first.exit_code == 0, first.stderr
+    start = time.perf_counter()
+    second = runner.invoke(build(), arguments)
+    assert second.exit_code == 0, second.stderr
+    assert time.perf_counter() - start < 60
+    reports = json.loads(second.stdout)["reports"]
+    layers = [report for report in reports if report["subject"].startswith("layer")]
+    assert len(layers) >= 2
+    assert all("captured" in report["dimensions"] for report in layers)

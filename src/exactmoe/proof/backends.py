@@ -13,6 +13,7 @@ from exactmoe import ops
 from exactmoe.bank import ExpertBank
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.formats import PackedWeight
 from exactmoe.layer import MoELayer
 from exactmoe.plan.choose import BACKENDS
 
@@ -73,10 +74,10 @@ def _fits(layer: Layer, name: str, used: str) -> bool:
 
 
 def canonical_twin(layer: Layer, backend: str) -> Layer:
-    """The same layer on another backend, with copies of the canonical bytes of its weights.
+    """The same layer on another backend, with copies of the canonical bytes of its experts.
 
-    A layer whose bank is in fragment layout is read by its own path only. Router weights are
-    shared; memory: the weights once more.
+    A bank is in the order of one path only, and that path may rearrange it in place. Router and
+    dense weights are shared. Memory: the experts once more.
     """
     if isinstance(layer, DenseMLP):
         bank = layer.bank
@@ -91,13 +92,24 @@ def canonical_twin(layer: Layer, backend: str) -> Layer:
         )
     shared = layer.shared
     twin = None if shared is None else canonical_twin(shared, backend)
+    gate, up, down = (_copied(weight) for weight in layer.bank.weights())
     return MoELayer(
         layer.config,
-        ExpertBank(layer.bank.gate, layer.bank.up, layer.bank.down),
+        ExpertBank(gate, up, down),
         layer.router,
         twin if isinstance(twin, DenseMLP) else None,
         limits=layer.limits,
         backend=backend,
+    )
+
+
+def _copied(weight: PackedWeight) -> PackedWeight:
+    scales, global_scale = weight.scales, weight.global_scale
+    return replace(
+        weight,
+        codes=weight.codes.clone(),
+        scales=None if scales is None else scales.clone(),
+        global_scale=None if global_scale is None else global_scale.clone(),
     )
 
 

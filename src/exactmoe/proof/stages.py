@@ -16,7 +16,7 @@ from torch import Tensor
 from exactmoe import ops, reference
 from exactmoe.bank.layout import to_fragment
 from exactmoe.config import Numerics
-from exactmoe.formats import PackedWeight, apply_global_scale, operand
+from exactmoe.formats import BLOCK, PackedWeight, apply_global_scale, operand
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.scales import decode_e4m3
 from exactmoe.reference.dot import DENSE_SEGMENT, SCALE_GROUP
@@ -160,13 +160,13 @@ def project(path: ops.Path, weight: PackedWeight, x: Tensor) -> Tensor:
 
 
 def columns_of(weight: PackedWeight, start: int, end: int) -> PackedWeight:
-    """A copy of columns start to end (multiples of 32) of a weight."""
-    per_code = weight.columns // weight.codes.shape[2]
-    codes = weight.codes[:, :, start // per_code : -(-end // per_code)].clone()
+    """A copy of columns start to end of a weight; start is a multiple of its block."""
+    per_code = 2 if weight.format in ("nvfp4", "mxfp4") else 1
+    codes = weight.codes[:, :, start // per_code : end // per_code].clone()
     scales = weight.scales
     if scales is not None:
-        per_scale = weight.columns // scales.shape[2]
-        scales = scales[:, :, start // per_scale : -(-end // per_scale)].clone()
+        block = BLOCK[weight.format]
+        scales = scales[:, :, start // block : -(-end // block)].clone()
     return replace(weight, codes=codes, scales=scales)
 
 

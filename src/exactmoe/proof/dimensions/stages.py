@@ -140,13 +140,10 @@ def _dense(trial: Trial, layer: DenseMLP, x: Tensor) -> None:
     path.dense_mlp(
         x.to(path.storage.x), (prepared[0], prepared[1], prepared[2]), layer.swiglu_limit, h, out
     )
-    if gate.format == "fp8":
-        trial.cannot_run("stages: h of fp8 blocks", "no op gives g and u of a dense part alone")
-    else:
-        g, u = (stage.project(path, w, x) for w in (gate, up))
-        for name, weight, result in (("gate", gate, g), ("up", up, u)):
-            _measure(trial, f"dense {name} dot", (weight, 0), Rows(x, None), result)
-        _same(trial, "h", to_bf16(swiglu32(g.cpu(), u.cpu(), layer.swiglu_limit)), h)
+    g, u = (stage.project(path, w, x) for w in (gate, up))
+    for name, weight, result in (("gate", gate, g), ("up", up, u)):
+        _measure(trial, f"dense {name} dot", (weight, 0), Rows(x, None), result)
+    _same(trial, "h", to_bf16(swiglu32(g.cpu(), u.cpu(), layer.swiglu_limit)), h)
     _measure(trial, "dense down dot", (down, 0), Rows(h, None), out)
     own = canonical(out.cpu())
     y = to_bf16(own) if layer.numerics.output == "bf16" else own

@@ -70,7 +70,8 @@ class _Layer:
             parts = dense("bf16", (hidden, inner), self.limit, stream + 20)
             shared = DenseMLP(**parts, backend=backend)
         router = self.router(stream + 30)
-        return MoELayer(config, ExpertBank(**packed), router, shared, backend=backend)
+        bank = ExpertBank(packed["gate"], packed["up"], packed["down"])
+        return MoELayer(config, bank, router, shared, backend=backend)
 
     def router(self, stream: int) -> Router:
         experts = self.num_experts

@@ -2,9 +2,22 @@
 that their own code is tried on every machine.
 """
 
+from collections.abc import Iterator
+
 import pytest
+import torch
+
+from exactmoe.runtime.workspace import release_captures
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 def device(request) -> str:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_graph_is_left() -> Iterator[None]:
+    """Captures of one test do not keep the next from growing the workspace."""
+    yield
+    for index in range(torch.cuda.device_count()):
+        release_captures(torch.device("cuda", index))

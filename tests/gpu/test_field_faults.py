@@ -202,16 +202,6 @@ def test_a25_growing_under_a_graph_is_refused():
     assert_same_bits(y, layer.experts(x, ids, weights))
 
 
-@pytest.fixture(autouse=True)
-def no_graph_is_left():
-    """Captures of one test must not keep the next from growing the workspace."""
-    from exactmoe.runtime.workspace import release_captures
-
-    yield
-    for index in range(torch.cuda.device_count()):
-        release_captures(torch.device("cuda", index))
-
-
 @pytest.mark.two_gpu
 def test_a26_the_card_of_the_tensors():
     """Current is cuda:0 throughout: one by one, in turn, from two threads, on another stream."""

@@ -73,8 +73,11 @@ def assembly(launched: Launched, architecture: str) -> dict[str, Any]:
         if architecture.startswith("gfx")
         else GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     )
+    options = launched.options
+    if target.backend == "hip":
+        options = options | {"matrix_instr_nonkdim": 16}  # a launcher asks for it on such a card
     source = ASTSource(launched.kernel, signature, constants, attributes)
-    return dict(triton.compile(source, target=target, options=launched.options).asm)
+    return dict(triton.compile(source, target=target, options=options).asm)
 
 
 def _type(value: Any) -> str:

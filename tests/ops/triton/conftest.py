@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from triton_device import mark_gpu, use_triton
+from triton_device import mark_tests, use_triton
 
 use_triton()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_gpu(items, str(Path(__file__).parent))
+    mark_tests(items, Path(__file__).parent)

@@ -25,10 +25,10 @@ def compare(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(0, 128), (1, 128), (3, 384), (9, 1024)])
-@pytest.mark.parametrize("size", [1e-42, 1e-6, 1.0, 1e4, 1e37])
-def test_same_bytes_as_the_reference(kind, shape, size, rng):
-    compare((torch.randn(shape, generator=rng) * size).to(kind))
+@pytest.mark.parametrize("shape", [(0, 128), (1, 128), (9, 384)])
+def test_same_bytes_as_the_reference(kind, shape, rng):
+    sizes = torch.tensor([1e-42, 1e-6, 1.0, 1e4, 1e37, 1.0, 1.0, 1.0, 0.0])[: shape[0], None]
+    compare((torch.randn(shape, generator=rng) * sizes).to(kind))
 
 
 def test_every_exponent_and_every_half_way_point():

@@ -71,21 +71,24 @@ def combine(
     current = tl.zeros([BLOCK_H], tl.float32)
     group_left, pair_left, quad_left = current, current, current
     last_group = 0
-    for start in tl.static_range(0, TOP_K, IN_FLIGHT):
-        words, rows, factors = (), (), ()
-        for i in tl.static_range(start, min(start + IN_FLIGHT, TOP_K)):
-            word = tl.sum(tl.where(rank == i, here, 0), 0)
-            place = first + tl.where(word >= 0, word % BLOCK_K, 0)
-            row = tl.load(slots + place * hidden + column, mask=mask & (word >= 0), other=0.0)
+    BATCH: tl.constexpr = min(TOP_K, IN_FLIGHT)
+    for batch in range((TOP_K + BATCH - 1) // BATCH):
+        groups, rows, factors = (), (), ()
+        for i in tl.static_range(BATCH):
+            word = tl.sum(tl.where(rank == batch * BATCH + i, here, 0), 0)
+            present = word >= 0  # nothing has a rank beyond the last slot's
+            place = first + tl.where(present, word % BLOCK_K, 0)
+            row = tl.load(slots + place * hidden + column, mask=mask & present, other=0.0)
             factor = 1.0
             if WEIGHTED:
-                factor = tl.load(weights + place, mask=word >= 0, other=0.0)
-            words, rows, factors = words + (word,), rows + (row,), factors + (factor,)
-        for i in tl.static_range(min(IN_FLIGHT, TOP_K - start)):
+                factor = tl.load(weights + place, mask=present, other=0.0)
+            groups = groups + (tl.where(present, word // BLOCK_K, -1),)
+            rows, factors = rows + (row,), factors + (factor,)
+        for i in tl.static_range(BATCH):
             term = to_float32(rows[i])
             if WEIGHTED:
                 term = factors[i] * term
-            group = tl.where(words[i] >= 0, words[i] // BLOCK_K, last_group)
+            group = tl.where(groups[i] >= 0, groups[i], last_group)
             moved = group ^ last_group
             pair = group_left + current
             quad = pair_left + pair

@@ -13,7 +13,6 @@ from exactmoe.ops.path import RouterWeights
 
 _SEGMENTS, _LANES = kernels.SEGMENTS.value, kernels.LANES.value
 _BLOCK_K = 128
-_WIDE = 1024  # tokens from which a program takes 128
 
 
 def router(
@@ -48,7 +47,7 @@ def router_logits(x: Tensor, weight: Tensor, logits: Tensor, parts: Tensor | Non
     num_experts = weight.shape[0]
     units = weight.dtype == x.dtype
     per_segment = triton.cdiv(hidden, _SEGMENTS * _LANES) * _LANES
-    block_m, block_n, warps = _tile(num_tokens, units)
+    block_m, block_n, warps = _tile(num_tokens, units, parts is not None)
     grid = (triton.cdiv(num_experts, block_m), triton.cdiv(num_tokens, block_n))
     sizes = (num_tokens, num_experts, hidden, per_segment)
     block_k = min(triton.next_power_of_2(per_segment), _BLOCK_K) if units else _LANES
@@ -70,12 +69,14 @@ def router_logits(x: Tensor, weight: Tensor, logits: Tensor, parts: Tensor | Non
         kernels.segments[(*grid, _SEGMENTS)](x, weight, parts, parts.stride(0), *sizes, **options)
 
 
-def _tile(num_tokens: int, units: bool) -> tuple[int, int, int]:
-    """(experts, tokens, warps) of a program. It cannot change a bit."""
+def _tile(num_tokens: int, units: bool, narrow: bool) -> tuple[int, int, int]:
+    """(experts, tokens, warps) of a program. It cannot change a bit. The tree of a wide call keeps
+    five tiles of sums in registers: 8 warps of 64 x 64 hold them without spills.
+    """
     if not units:
         return 16, 8, 4
-    if num_tokens >= _WIDE:
-        return 64, 128, 8
+    if not narrow:
+        return 64, 64, 8
     return 64, min(max(triton.next_power_of_2(num_tokens), 16), 64), 4
 
 

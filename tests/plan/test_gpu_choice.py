@@ -1,0 +1,173 @@
+"""Backends of GPUs that this machine does not have: the architecture is said to be another one."""
+
+import importlib
+import types
+
+import pytest
+import torch
+
+from exactmoe import Numerics
+from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.plan import ARCHITECTURES, WeightShape, architectures, choose, tiles_of
+from exactmoe.plan.architectures import require_one_architecture
+
+CARD = torch.device("cuda", 0)
+A16, A8 = Numerics(), Numerics.preset("a8")
+EXPERTS = tuple(WeightShape("nvfp4", *shape) for shape in ((256, 128), (256, 128), (128, 256)))
+module = importlib.import_module("exactmoe.plan.choose")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Everything is installed; `machine(name)` says which GPU it is."""
+    names = {}
+    monkeypatch.delenv("EXACTMOE_BACKEND", raising=False)
+    monkeypatch.setattr(module, "_importable", lambda name: True)
+    monkeypatch.setattr(
+        architectures,
+        "architecture_name",
+        lambda device: names.get(device, names[CARD]) if device.type == "cuda" else device.type,
+    )
+
+    def become(name: str, other: str | None = None) -> None:
+        module._chosen.cache_clear()
+        names[CARD] = name
+        if other is not None:
+            names[torch.device("cuda", 1)] = other
+
+    become("sm_90")
+    yield become
+    module._chosen.cache_clear()
+
+
+def reasons(plan) -> dict[str, str]:
+    return {r.backend: r.reason for r in plan.rejected}
+
+
+def test_sm_90_takes_the_fast_path(machine):
+    plan = choose(A16, CARD, "auto", EXPERTS)
+    assert plan.backend == "cuda"
+    assert plan.reason == "the fast path of this device (sm_90, wgmma m64nNk16)"
+    assert reasons(plan)["triton"] == "portable: same bits, slower"
+    assert "order of the dots gives other bits" in reasons(plan)["cpu"]
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"sm_90"}))
+def test_other_architectures_take_the_portable_path(name, machine):
+    machine(name)
+    plan = choose(A16, CARD, "auto", EXPERTS)
+    assert plan.backend == "triton"
+    assert f"({name}, " in plan.reason and f"{name} is compiled, untested" in plan.reason
+    assert reasons(plan)["cuda"] == (f"it needs compute capability 9.0 (sm_90); cuda:0 is {name}")
+    with pytest.raises(Unsupported, match=f"'cuda' cannot run on cuda:0.*{name}.*auto, triton$"):
+        choose(A16, CARD, "cuda", EXPERTS)
+
+
+@pytest.mark.parametrize("name", ["sm_70", "sm_75", "sm_110", "gfx90a", "gfx1100"])
+@pytest.mark.parametrize("backend", ["auto", "triton", "cuda", "cpu"])
+def test_an_architecture_without_a_path_is_refused_with_the_list(name, backend, machine):
+    machine(name)
+    with pytest.raises(Unsupported, match=f"cuda:0 is {name}, which has no path; allowed: sm_80, "):
+        choose(A16, CARD, backend, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "experts", "fixed", "reason"),
+    [
+        (A16, (), False, "dense parts run on the portable ones"),
+        (A8, EXPERTS, False, "compute class a16; this layer is a8"),
+        (A16, EXPERTS, True, "rearranges the experts' bytes, which belong to a module"),
+        (A16, (WeightShape("bf16", 256, 128),) * 3, False, "gate is bf16; it takes nvfp4, mxfp4"),
+        (
+            A16,
+            (*EXPERTS[:2], WeightShape("nvfp4", 192, 256)),
+            False,
+            "down has 192 rows and 256 columns; it takes multiples of 128",
+        ),
+        (
+            A16,
+            (EXPERTS[0]._replace(contiguous=False), *EXPERTS[1:]),
+            False,
+            "gate do not lie one after the other",
+        ),
+    ],
+)
+def test_why_the_fast_path_is_not_taken(numerics, experts, fixed, reason, machine):
+    plan = choose(numerics, CARD, "auto", experts, fixed)
+    assert plan.backend == "triton"
+    assert reason in reasons(plan)["cuda"]
+    if experts:
+        with pytest.raises(Unsupported, match="'cuda' cannot run on cuda:0: .*auto, triton$"):
+            choose(numerics, CARD, "cuda", experts, fixed)
+
+
+def test_dense_parts_of_the_fast_path(machine):
+    plan = choose(A16, CARD, "cuda")
+    assert plan.backend == "triton"
+    assert plan.reason.startswith("backend='cuda' was asked for; dense parts run on the portable")
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason", "taken"),
+    [
+        ("triton", "triton is not installed: pip install 'exactmoe[cuda]'", None),
+        ("cuda.core", "cuda-core is not installed: pip install", "triton"),
+        ("cuda.bindings.nvrtc", "cuda-bindings is not installed: pip install", "triton"),
+    ],
+)
+def test_a_missing_package_is_named(missing, reason, taken, machine, monkeypatch):
+    monkeypatch.setattr(module, "_importable", lambda name: name != missing)
+    if taken is None:
+        with pytest.raises(Unsupported, match="triton is not installed"):
+            choose(A16, CARD, "auto", EXPERTS)
+    else:
+        plan = choose(A16, CARD, "auto", EXPERTS)
+        assert plan.backend == taken
+        assert reason in reasons(plan)["cuda"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_cpu_backend_on_a_card_is_refused(name, machine):
+    with pytest.raises(Unsupported, match=f"'{name}' cannot run on cuda:0: it computes on a CPU"):
+        choose(A16, CARD, name, EXPERTS)
+
+
+@pytest.mark.parametrize("units", ["auto", "fp8"])
+def test_units_are_named(units, machine):
+    plan = choose(Numerics(activation="a8", units=units, slot="f32"), CARD, "auto", EXPERTS)
+    assert f"units={units!r} run as bf16 units on a GPU in this version" in plan.reason
+
+
+def test_tiles_of_a_plan(machine, monkeypatch):
+    explain = importlib.import_module("exactmoe.plan.explain")
+    monkeypatch.setattr(explain, "architecture_name", lambda device: "sm_90")
+    plan = choose(A16, CARD, "auto", EXPERTS)
+    assert [c.op for c in tiles_of(plan, 64, 8)] == ["gate_up", "down"]
+    assert [c.op for c in tiles_of(plan, 64)] == ["dense_mlp"]
+    assert tiles_of(choose(A16, torch.device("cpu")), 64, 8) == ()
+
+
+def test_cards_of_two_architectures(machine):
+    cards = [CARD, torch.device("cuda", 1)]
+    machine("sm_90", "sm_90")
+    require_one_architecture(cards)
+    machine("sm_90", "sm_80")
+    with pytest.raises(ConfigError, match=r"cuda:0 \(sm_90\), cuda:1 \(sm_80\); allowed: one arch"):
+        require_one_architecture(cards)
+
+
+@pytest.mark.parametrize(
+    ("hip", "properties", "name"),
+    [
+        (None, {"major": 9, "minor": 0}, "sm_90"),
+        (None, {"major": 12, "minor": 1}, "sm_121"),
+        ("6.4", {"gcnArchName": "gfx942:sramecc+:xnack-"}, "gfx942"),
+    ],
+)
+def test_names_of_architectures(hip, properties, name, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = types.SimpleNamespace(**properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert architectures.architecture_name(CARD) == name
+    assert architectures.architecture_name(torch.device("cpu")) == "cpu"

@@ -1,0 +1,189 @@
+"""Whole layers on backend "triton" without a GPU: Triton interprets its kernels on the CPU.
+
+numpy's dots add in another order than the CPU backend, so random values are compared by error, and
+values whose sums are exact by bytes. (On a card tests/gpu compare bytes.)
+"""
+
+import logging
+
+import pytest
+import torch
+
+from exactmoe import DenseMLP, Limits, MoELayer, Numerics, Router, RouterConfig, ops
+from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.runtime import notes
+from exactmoe.runtime.workspace import arena
+from layers import (
+    CLASSES,
+    FORMATS,
+    assert_same_bits,
+    first_column,
+    layer_of,
+    normal,
+    random_bank,
+    random_call,
+    relative_l2,
+    switch_bank,
+)
+from triton_device import INTERPRETED, use_triton
+
+use_triton()
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here: tests/gpu runs them"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+]
+CPU = torch.device("cpu")
+SLOT_ERROR = 2.0**-7  # an h or a slot may round to the other neighbour
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def make(rng, format="nvfp4", backend="triton", numerics="a16", **settings) -> MoELayer:
+    router = Router(
+        normal(rng, 4, 128), bias=torch.zeros(4), config=RouterConfig("sigmoid", factor=2.5)
+    )
+    sizes = ((64, 128), (64, 128), (128, 64))
+    shared = DenseMLP(*(normal(rng, *size, scale=0.1) for size in sizes), backend=backend)
+    bank = random_bank(rng, format, 4, 128, 128)
+    settings = {"swiglu_limit": 1.0, "router": router, "shared": shared, **settings}
+    return layer_of(bank, 2, backend, numerics=numerics, **settings)
+
+
+def on(layer: MoELayer, backend: str) -> MoELayer:
+    """The layer over the same weights on another backend."""
+    shared = layer.shared and DenseMLP(
+        layer.shared.bank.gate, layer.shared.bank.up, layer.shared.bank.down, backend=backend
+    )
+    return MoELayer(
+        layer.config, layer.bank, layer.router, shared, limits=layer.limits, backend=backend
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("numerics", CLASSES)
+def test_a_block_is_near_the_cpu_backend(numerics, format, rng):
+    layer = make(rng, format, numerics=numerics)
+    x = normal(rng, 5, 128)
+    ids, weights = layer.route(x)
+    expected_ids, expected_weights = on(layer, "cpu").route(x)
+    assert_same_bits(ids, expected_ids)
+    assert relative_l2(weights, expected_weights.double()) < 2.0**-18
+    kept = x.clone()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert relative_l2(y, on(layer, "cpu")(x).double()) < SLOT_ERROR
+    assert_same_bits(x, kept)
+    assert layer.plan().backend == "triton" and "interpreted, for tests" in layer.plan().reason
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("numerics", [*CLASSES, Numerics(slot="f32", output="f32")])
+def test_exact_sums_are_equal_in_every_byte(numerics, format, rng):
+    values = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, -1.0])
+    up = values[torch.randint(6, (3, 128), generator=rng)]
+    down = values[torch.randint(6, (3, 128, 128), generator=rng)]
+    bank = switch_bank(format, up, down, [0, 1, 2])
+    layers = [layer_of(bank, 2, b, numerics=numerics) for b in ("triton", "cpu")]
+    x, (_, ids, weights) = first_column(9, 128), random_call(rng, layers[0], 9)
+    weights.copy_(weights.bfloat16().round(decimals=1).clamp(min=0.5).bfloat16())
+    found, expected = (layer.experts(x, ids, weights) for layer in layers)
+    assert_same_bits(found, expected)
+    assert_same_bits(layers[0].experts(x[3:4], ids[3:4], weights[3:4]), expected[3:4])
+
+
+def test_given_tensors_are_read_where_they_are(rng):
+    layer = make(rng)
+    x, ids, weights = random_call(rng, layer, 4)
+    arena(CPU).fill(0xFF)
+    expected = layer.experts(x, ids, weights)
+    views = arena(CPU).views(layer.regions(layer.limits.max_rows, ops.DEVICE))
+    for name in ("x", "expert_ids", "weights"):
+        assert (views[name].view(torch.uint8) == 0xFF).all(), name
+    wide = torch.zeros(4, 256, dtype=torch.bfloat16)
+    wide[:, ::2] = x
+    strided = (wide[:, ::2], ids.T.contiguous().T, weights.T.contiguous().T)
+    assert not any(t.is_contiguous() for t in strided)
+    assert_same_bits(layer.experts(*strided), expected)
+    assert_same_bits(layer.experts(x, ids.long(), weights), expected)
+    shifted = torch.zeros(4 * 128 + 1, dtype=torch.bfloat16)[1:].view(4, 128).copy_(x)
+    assert shifted.data_ptr() % 16
+    assert_same_bits(layer.experts(shifted, ids, weights), expected)
+
+
+def test_ids_out_of_range_and_no_tokens(rng):
+    layer = make(rng)
+    x, ids, weights = random_call(rng, layer, 3)
+    ids[1], ids[2, 0] = -1, 2**31 - 1
+    y = layer.experts(x, ids, weights)
+    assert_same_bits(y[1], torch.zeros(128, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match="expert id was >= num_experts = 4"):
+        layer.check()
+    assert_same_bits(layer.experts(x, ids.long() + (ids > 5) * 2**33, weights), y)
+    with pytest.raises(ConfigError, match="expert id was"):
+        layer.check()
+    empty = [t[:0] for t in (x, ids, weights)]
+    assert layer.experts(*empty).shape == layer(x[:0]).shape == (0, 128)
+    layer.check()
+
+
+@pytest.mark.parametrize(
+    ("switch", "text"),
+    [("EXACTMOE_UNION", "off"), ("EXACTMOE_HOST_LOOP", "on"), ("EXACTMOE_TILE", "32")],
+)
+def test_a_lever_changes_no_bit_and_is_named(switch, text, rng, monkeypatch, caplog):
+    layer = make(rng)
+    x = normal(rng, 6, 128)
+    expected = layer(x)
+    monkeypatch.setattr(notes, "_said", set())
+    monkeypatch.setenv(switch, text)
+    with caplog.at_level(logging.INFO, "exactmoe"):
+        assert_same_bits(layer(x), expected)
+        assert_same_bits(layer(x), expected)
+    if switch == "EXACTMOE_TILE":
+        assert "EXACTMOE_TILE=32" in str(layer.explain(6))
+        assert any("tiles gate_up: 32 tokens" in message for message in caplog.messages)
+    else:
+        assert sum(switch in message for message in caplog.messages) == 1
+        assert f"switch {switch}=" in str(layer.explain(6))
+
+
+def test_pieces_and_the_log_line(rng, monkeypatch, caplog):
+    monkeypatch.setattr(notes, "_said", set())
+    layer = make(rng, limits=Limits(max_rows=4))
+    x = normal(rng, 9, 128)
+    with caplog.at_level(logging.INFO, "exactmoe"):
+        pieces = layer(x)
+    lines = [m for m in caplog.messages if m.startswith("backend triton on cpu runs with tiles")]
+    assert len(lines) == 1  # 8 and 2 slots take the same tiles
+    layer.reserve(9)
+    assert_same_bits(layer(x), pieces)
+
+
+def test_a_dense_mlp(rng):
+    sizes = ((96, 128), (96, 128), (128, 96))
+    weights = [normal(rng, *size, scale=0.1) for size in sizes]
+    x = normal(rng, 3, 128)
+    found, expected = (DenseMLP(*weights, backend=b, output="f32")(x) for b in ("triton", "cpu"))
+    assert relative_l2(found, expected.double()) < 2.0**-9
+
+
+def test_a_backend_may_change_from_call_to_call(rng, monkeypatch):
+    layer = make(rng, backend="auto")
+    x = normal(rng, 3, 128)
+    results = {}
+    for name in ("cpu", "triton", "reference", "triton", "cpu"):
+        monkeypatch.setenv("EXACTMOE_BACKEND", name)
+        assert layer.plan().backend == name
+        y = layer(x)
+        assert_same_bits(y, results.setdefault(name, y))
+    assert_same_bits(results["cpu"], results["reference"])
+
+
+def test_without_the_interpreter_it_is_refused(rng, monkeypatch):
+    layer = make(rng)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(Unsupported, match="'triton' cannot run on cpu: it needs a GPU"):
+        layer(normal(rng, 1, 128))

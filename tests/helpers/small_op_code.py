@@ -55,12 +55,12 @@ def _logits(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     router_logits(x, weight, _empty(tokens, _E), parts)
 
 
-def _select(score: str, hashed: bool, narrow: bool, router: str = "f32") -> None:
+def _select(score: str, hashed: bool, narrow: bool) -> None:
     table = _empty(1000, _K, dtype=torch.int64) if hashed else None
     weights = _Weights(None if hashed else _empty(_E), table, RouterConfig(score, 2.5))
     tokens = _empty(1, dtype=torch.int64) if hashed else None
     parts = _empty(16, 1, _E) if narrow else None
-    select(_empty(1, _E), weights, tokens, Numerics(router=router), _routed(1), parts)
+    select(_empty(1, _E), weights, tokens, Numerics(), _routed(1), parts)
 
 
 def _route(tokens: int) -> None:
@@ -82,16 +82,9 @@ def _quantize(dtype: torch.dtype) -> None:
     quantize(_empty(8, _H, dtype=dtype), out)
 
 
-def _functions(name: str) -> None:
-    values, block = _empty(4096), 128
-    if name == "swiglu":
-        kernel = triton.jit(function_kernels.swiglu)
-        kernel[(1,)](
-            values, values, values, 10.0, 4096, True, block, num_warps=4, enable_fp_fusion=False
-        )
-    else:
-        kernel = triton.jit(function_kernels.unary)
-        kernel[(1,)](values, values, 4096, name, block, num_warps=4, enable_fp_fusion=False)
+def _swiglu() -> None:
+    x, kernel = _empty(4096), triton.jit(function_kernels.swiglu)
+    kernel[(1,)](x, x, x, 10.0, 4096, True, 128, num_warps=4, enable_fp_fusion=False)
 
 
 # Compiled for every architecture.
@@ -103,22 +96,20 @@ CALLS: dict[str, Callable[[], None]] = {
     "route_table": lambda: _route(512),
     "combine a16": lambda: _combine(Numerics(), shared=True),
     "quantize": lambda: _quantize(torch.bfloat16),
-    "swiglu": lambda: _functions("swiglu"),
+    "finish": lambda: finish(_empty(4, _H), _empty(4, _H, dtype=torch.bfloat16)),
+    "swiglu": _swiglu,
 }
 # Compiled for sm_90.
 MORE: dict[str, Callable[[], None]] = {
     "logits one step": lambda: _logits(1024, 256, torch.bfloat16),
-    "logits 65": lambda: _logits(65, _H, torch.bfloat16),
     "logits f32 wide": lambda: _logits(128, _H, torch.float32),
+    "select wide": lambda: _select("sqrt_softplus", hashed=False, narrow=False),
     "select hashed": lambda: _select("sqrt_softplus", hashed=True, narrow=True),
-    "select ladder": lambda: _select("sqrt_softplus", False, False, "bf16_ladder"),
     "route_table 1": lambda: _route(1),
     "route_table 8192": lambda: _route(8192),
     "combine a8": lambda: _combine(Numerics.preset("a8"), shared=True),
     "combine 64": lambda: _combine(Numerics(), True, top_k=64),
-    "finish": lambda: finish(_empty(4, _H), _empty(4, _H, dtype=torch.bfloat16)),
     "quantize f32": lambda: _quantize(torch.float32),
-    "exp32": lambda: _functions("exp32"),
 }
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from exactmoe.kernels.triton.functions import INTERPRETED, fma32
-from exactmoe.kernels.triton.unpack import e4m3_value, fp4_operand
+from exactmoe.kernels.triton.unpack import e4m3_operand, fp4_operand
 
 _SCALE_ROWS = tl.constexpr(128)
 # What unpack.py left out of an NVFP4 operand.
@@ -71,7 +71,7 @@ def _weight_tile(
         column_mask = mask if EVEN else mask & (column < COLUMNS)
         tile = tl.load(code_pointers[:, None] + column, mask=column_mask, other=0)
         if FORMAT == "fp8":
-            tile = e4m3_value(tile).to(tl.bfloat16)
+            tile = e4m3_operand(tile, False)
     return tile
 
 
@@ -91,7 +91,7 @@ def _token_tile(
     column_mask = mask if EVEN else mask & (column < COLUMNS)
     values = tl.load(pointers[None, :] + column, mask=column_mask, other=0)
     if SCALED:
-        values = e4m3_value(values).to(tl.bfloat16)
+        values = e4m3_operand(values, True)
     return values
 
 
@@ -142,23 +142,19 @@ def _chains_of_128(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAIN: tl.constexpr = 128,
 ):
     """Float32 [M, N] over SEGMENT of k from START on: acc = fma(chain, scale, acc) from +0.
 
     The scale is the token's (SCALED) or that of the weight's block.
     """
-    tl.static_assert(CHAIN % BLOCK_K == 0)
-    EVEN: tl.constexpr = COLUMNS % CHAIN == 0
+    tl.static_assert(BLOCK_K == 128)  # a step is a chain
+    EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(START, min(START + SEGMENT, COLUMNS), CHAIN):
-        chain = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for part in tl.static_range(0, CHAIN, BLOCK_K):
-            k = start + part
-            w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, BLOCK_K)
-            x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, SCALED, BLOCK_K)
-            chain = _multiply(w, x, chain)
-        group = start // CHAIN
+    for k in range(START, min(START + SEGMENT, COLUMNS), BLOCK_K):
+        w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, BLOCK_K)
+        x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, SCALED, BLOCK_K)
+        chain = _multiply(w, x, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        group = k // BLOCK_K
         if SCALED:
             scale = tl.load(tokens[1] + group, mask=token_mask, other=0)[None, :]
         else:

@@ -18,6 +18,7 @@ from exactmoe.kernels.triton.functions import INTERPRETED
 # two factors away, because 2^238 is no float32.
 _HALFWAY_TO_SCALE = tl.constexpr(2.0**119)
 _E4M3_UNIT = tl.constexpr(2.0**120)
+_BF16_NAN = tl.constexpr(0x7FC0)
 # The biased exponent of a bfloat16 that stands for 2^126: the factor of a block with exponent p.
 _LARGEST_FACTOR = tl.constexpr(253)
 # Two codes of a byte to a word of two bfloat16: the low nibble times 2^6 and 2^12 puts its
@@ -27,12 +28,24 @@ _SIGNS, _SIGN_BITS = tl.constexpr(0x01001000), tl.constexpr(-0x7FFF8000)
 
 
 @triton.jit
-def e4m3_value(byte):
-    """Float32 value of an e4m3 byte (uint8), exact; 0x7F and 0xFF are NaN."""
-    code = byte.to(tl.int32)
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    value = bits.to(tl.float32, bitcast=True) * _E4M3_UNIT
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+def _times(bits, factor):
+    """Exact product of bfloat16 bits int16 and a float32 factor that is a bfloat16."""
+    if INTERPRETED:  # which multiplies bfloat16 as integers and loses its subnormals
+        values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        product = (values * factor).to(tl.bfloat16)
+    else:
+        product = bits.to(tl.bfloat16, bitcast=True) * tl.cast(factor, tl.bfloat16)
+    return product
+
+
+@triton.jit
+def e4m3_operand(codes, NAN: tl.constexpr):
+    """bfloat16 values of e4m3 bytes uint8, exact. NAN: 0x7F and 0xFF occur, and are NaN."""
+    code = codes.to(tl.int16)
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
+    if NAN:
+        bits = tl.where((code & 0x7F) == 0x7F, _BF16_NAN, bits)
+    return _times(bits, _E4M3_UNIT)
 
 
 @triton.jit
@@ -50,17 +63,6 @@ def _block_factor(scale, exponent, FORMAT: tl.constexpr):
         biased = tl.minimum(tl.maximum(byte - exponent + _LARGEST_FACTOR, 0), _LARGEST_FACTOR)
         factor = (biased << 23).to(tl.float32, bitcast=True)
     return factor
-
-
-@triton.jit
-def _times(bits, factor):
-    """Exact product of bfloat16 bits int16 and a float32 factor that is a bfloat16."""
-    if INTERPRETED:  # which multiplies bfloat16 as integers and loses its subnormals
-        values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        product = (values * factor).to(tl.bfloat16)
-    else:
-        product = bits.to(tl.bfloat16, bitcast=True) * factor.to(tl.bfloat16)
-    return product
 
 
 @triton.jit

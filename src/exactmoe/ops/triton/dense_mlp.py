@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from exactmoe.kernels.triton import dense_mlp as kernels
-from exactmoe.ops.triton.launch import Launch, architecture
+from exactmoe.ops.triton.launch import Launch, architecture, chained
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.plan.tiles import Tile, tile
 
@@ -41,8 +41,7 @@ def launches(
     out: Tensor,
     tile: Tile,
 ) -> tuple[Launch, Launch]:
-    """gate_up and down with a given tile. A program reads as many rows of
-    down as of gate and up together, if they fit the tile."""
+    """gate_up and down with a given tile."""
     gate, up, down = weights
     first = {
         "x": (x, x.stride(0)),
@@ -65,12 +64,23 @@ def launches(
         "num_tokens": x.shape[0],
         "rows": down.weight.rows,
     }
-    pair = replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
-    single = replace(tile, rows=min(2 * tile.rows, tile.matrix_rows))
     return (
-        _launch(kernels.dense_gate_up, gate, first, constants, pair),
-        _launch(kernels.dense_down, down, second, {"DIVIDE": down.divide}, single),
+        _launch(kernels.dense_gate_up, gate, first, constants, _pair_tile(tile, gate)),
+        _launch(kernels.dense_down, down, second, {"DIVIDE": down.divide}, _tile(tile, down)),
     )
+
+
+def _pair_tile(tile: Tile, weight: TritonWeight) -> Tile:
+    """For gate and up together: their rows are one operand."""
+    if weight.format == "fp8":
+        tile = chained(tile, projections=2)
+    return replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
+
+
+def _tile(tile: Tile, weight: TritonWeight) -> Tile:
+    """For down: as many rows as of gate and up together, if they fit."""
+    tile = replace(tile, rows=min(2 * tile.rows, tile.matrix_rows))
+    return chained(tile, projections=1) if weight.format == "fp8" else tile
 
 
 def _launch(

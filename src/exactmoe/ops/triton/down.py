@@ -7,7 +7,7 @@ from torch import Tensor
 from exactmoe.config import Numerics
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.triton import down as kernels
-from exactmoe.ops.triton.launch import Launch, architecture, expert_grid, row_arguments
+from exactmoe.ops.triton.launch import Launch, architecture, chained, expert_grid, row_arguments
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.plan.tiles import Tile, tile
 from exactmoe.runtime.routes import RouteTable
@@ -31,6 +31,8 @@ def launch(
     tile: Tile,
 ) -> Launch:
     """The launch with a given tile."""
+    if h.scales is not None or down.format == "fp8":
+        tile = chained(tile, projections=1)
     size, columns, experts = down.weight.rows, down.weight.columns, down.weight.num_experts
     tiles, found_by = expert_grid(slots.shape[0], experts, tile)
     rounded = numerics.slot == "bf16"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.triton import gate_up as kernels
-from exactmoe.ops.triton.launch import Launch, architecture, expert_grid, row_arguments
+from exactmoe.ops.triton.launch import Launch, architecture, chained, expert_grid, row_arguments
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.plan.tiles import Tile, tile
 from exactmoe.runtime.routes import RouteTable
@@ -38,8 +38,10 @@ def launch(
     tile: Tile,
 ) -> Launch:
     """The launch with a given tile; its rows of both projections are one operand."""
-    tile = replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
     gate, up = gate_up
+    if rows.scales is not None or gate.format == "fp8":
+        tile = chained(tile, projections=2)
+    tile = replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
     size, columns, experts = gate.weight.rows, gate.weight.columns, gate.weight.num_experts
     tiles, found_by = expert_grid(h.shape[0], experts, tile)
     arguments = {

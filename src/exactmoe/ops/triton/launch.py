@@ -48,15 +48,33 @@ class Launch:
         """Queues it on the current stream of the current device."""
         if 0 in self.grid:
             return
-        options = {} if torch.version.hip is None else _AMD_OPTIONS
-        self.kernel[self.grid](
-            **self.arguments,
-            **self.all_constants,
-            num_warps=self.tile.warps,
-            num_stages=self.tile.stages,
-            enable_fp_fusion=False,
-            **options,
-        )
+        settings = options(self.tile, hip=torch.version.hip is not None)
+        self.kernel[self.grid](**self.arguments, **self.all_constants, **settings)
+
+
+def options(tile: Tile, hip: bool) -> dict[str, Any]:
+    """The compiler's options of a launch; the contract forbids that it fuses anything."""
+    settings = {
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "enable_fp_fusion": False,
+    }
+    return settings | _AMD_OPTIONS if hip else settings
+
+
+def chained(tile: Tile, projections: int) -> Tile:
+    """The tile where k is cut in chains of 128 (`a8`, fp8): a step is a chain, and at most 64 rows
+    by 64 tokens leave registers for its second accumulator.
+    """
+    tokens = min(tile.tokens, 64)
+    return Tile(
+        tokens=tokens,
+        rows=min(tile.rows, 64 // projections),
+        matrix_rows=64,
+        columns=128,
+        warps=8 if tokens == 64 else 4,
+        stages=min(tile.stages, 3),
+    )
 
 
 def row_arguments(rows: Rows) -> tuple[Any, ...]:

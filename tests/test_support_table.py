@@ -14,9 +14,11 @@ from exactmoe.hf import blocks, experts, load_model
 from storages import STORAGES, Storage
 from support import Outcome, outcome
 from support_table import (
+    ARCHITECTURES_BEGIN,
     CLASSES_BEGIN,
     NOTES,
     ROWS,
+    architectures_table,
     classes_table,
     row,
     table,
@@ -58,6 +60,10 @@ def test_the_rest_of_the_classes() -> None:
     outcomes = written_classes()
     assert set(outcomes) == set(experts_classes.MODEL_TYPES)
     assert written(CLASSES_BEGIN) == classes_table(outcomes), f"README differs; {WRITE}"
+
+
+def test_architectures() -> None:
+    assert written(ARCHITECTURES_BEGIN) == architectures_table(), f"README differs; {WRITE}"
 
 
 def test_a_wrong_experts_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

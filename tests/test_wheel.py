@@ -13,8 +13,10 @@ SOURCE = ROOT / "src"
 # Imports every module that needs no GPU language, and says where the package was found.
 IMPORT_ALL = """
 import importlib, pkgutil, exactmoe
+LANGUAGES = ("triton", "cuda")
 for module in pkgutil.walk_packages(exactmoe.__path__, "exactmoe."):
-    skipped = ("exactmoe.kernels.triton", "exactmoe.kernels.cuda", "exactmoe.__main__")
+    skipped = tuple(f"exactmoe.{part}.{name}" for part in ("kernels", "ops") for name in LANGUAGES)
+    skipped += ("exactmoe.__main__",)
     if not module.name.startswith(skipped):
         importlib.import_module(module.name)
 print(exactmoe.__file__)

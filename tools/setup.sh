@@ -29,9 +29,10 @@ elif [ "$(uname -s)" = Linux ] && ! has_nvidia_driver; then
 else
   torch=torch==$TORCH_VERSION
 fi
+# A CPU build of torch brings no GPU compiler; the tests interpret and compile kernels with these.
 case $torch in
-  *+cpu) index=${TORCH_INDEX-$CPU_INDEX} ;;
-  *) index=${TORCH_INDEX-} ;;
+  *+cpu) index=${TORCH_INDEX-$CPU_INDEX} extras=test,dev,compile ;;
+  *) index=${TORCH_INDEX-} extras=test,dev,cuda ;;
 esac
 
 base="python $version, $torch, index ${index:-none}, ${TRANSFORMERS:-transformers of pyproject.toml}"
@@ -76,6 +77,6 @@ elif ! install --no-deps "$torch" 2>"$log"; then
 fi
 
 # torch is named again so that no other requirement can replace the build just installed.
-install "$torch" ${TRANSFORMERS:+"$TRANSFORMERS"} --editable '.[test,dev]' ||
+install "$torch" ${TRANSFORMERS:+"$TRANSFORMERS"} --editable ".[$extras]" ||
   fail "the packages of pyproject.toml could not be installed; see pip's message above"
 printf '%s\n' "$base" "$project" >"$stamp"

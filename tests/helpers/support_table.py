@@ -12,11 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import experts_classes
+from exactmoe.plan import ARCHITECTURES
 from support import FAMILIES, NO_MTP, PARTS, REASONS, Outcome, outcome
 
 README = Path(__file__).parents[2] / "README.md"
 README_WIDTH = 125
 PARTS_BEGIN, CLASSES_BEGIN = "<!-- support table -->\n", "<!-- experts classes -->\n"
+ARCHITECTURES_BEGIN = "<!-- architectures -->\n"
 END = "<!-- end -->\n"
 CLASSES_TITLE = '| `experts_implementation="exactmoe"` | model types of transformers |'
 SHORT = {"glm5_next": "GLM", "deepseek_v4": "DeepSeek"}
@@ -94,6 +96,17 @@ def classes_table(outcomes: Mapping[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
+def architectures_table() -> str:
+    """The table of devices: what is known of each architecture."""
+    lines = ["| architecture | cards | backends | support |", "|---|---|---|---|"]
+    lines.append("| CPU | x86-64, ARM64 | cpu, reference | measured |")
+    for row in ARCHITECTURES.values():
+        backends = ", ".join(row.backends)
+        lines.append(f"| {row.name} | {row.cards} | {backends} | {row.support} |")
+    lines.append("| others | | | no |")
+    return "\n".join([*lines, ""])
+
+
 def written_classes() -> dict[str, str]:
     """Model type -> what README.md says of it."""
     outcomes: dict[str, str] = {}
@@ -132,6 +145,7 @@ def main() -> None:
     found = {
         PARTS_BEGIN: table([row(label) for label in ROWS]),
         CLASSES_BEGIN: classes_table(_classes()),
+        ARCHITECTURES_BEGIN: architectures_table(),
     }
     for begin, text in found.items():
         if write:

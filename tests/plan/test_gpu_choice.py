@@ -111,7 +111,6 @@ def test_dense_parts_of_the_fast_path(machine):
     ("missing", "reason", "taken"),
     [
         ("triton", "triton is not installed: pip install 'exactmoe[cuda]'", None),
-        ("cuda.core", "cuda-core is not installed: pip install", "triton"),
         ("cuda.bindings.nvrtc", "cuda-bindings is not installed: pip install", "triton"),
     ],
 )

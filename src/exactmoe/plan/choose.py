@@ -192,10 +192,9 @@ def _missing_triton() -> str | None:
 
 
 def _missing_cuda() -> str | None:
-    for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings.nvrtc", "cuda-bindings")):
-        if not _importable(module):
-            return f"{package} is not installed: {_INSTALL}"
-    return None
+    if _importable("cuda.bindings.nvrtc"):
+        return None
+    return f"cuda-bindings is not installed: {_INSTALL}"
 
 
 @cache

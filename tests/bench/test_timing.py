@@ -1,5 +1,7 @@
 """Medians, the clock, ceilings and floors."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -89,3 +91,62 @@ def test_ceilings_of_a_cpu(timer, monkeypatch):
     machine = measure_ceilings(CPU, (8, 1000.0), "a16", timer)
     assert machine.matrix_type == "float32" and machine.matrix_rate == 2 * 16**3 / 100
     assert machine.reader.bytes_per_us == ceilings.GIB / 4 / 100
+
+
+class FalseCuda:
+    """The few names of torch.cuda that GraphTimer uses."""
+
+    def __init__(self):
+        self.now, self.order = 0.0, []
+
+    def install(self, monkeypatch):
+        cuda, outer = torch.cuda, self
+
+        class Graph:
+            def __init__(self):
+                outer.order.append("graph")
+
+            def replay(self):
+                outer.order.append("replay")
+                outer.now += 0.030
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = outer.now
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        @contextmanager
+        def capture(graph):
+            outer.order.append("capture")
+            yield
+            outer.order.append("captured")
+
+        monkeypatch.setattr(cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(cuda, "Event", Event)
+        monkeypatch.setattr(cuda, "graph", capture)
+        monkeypatch.setattr(cuda, "synchronize", lambda: outer.order.append("wait"))
+
+
+def test_graph_timer(monkeypatch):
+    cuda = FalseCuda()
+    cuda.install(monkeypatch)
+
+    def call():
+        cuda.order.append("call")
+        return torch.zeros(1, 1)
+
+    replay = GraphTimer(seconds=0.0003).capture([call] * 3)
+    assert cuda.order == ["wait", "graph", "capture", *["call"] * 3, "captured"]
+    assert len(replay.outputs) == 3
+    cuda.order.clear()
+    replay.run()
+    assert cuda.order == ["replay", "wait"]
+    cuda.order.clear()
+    # 0.03 ms a replay of three calls; 0.3 ms of replays are asked for.
+    assert replay.time().us == pytest.approx(10.0)
+    assert cuda.order == [*["replay"] * 6, "wait", *["replay"] * 10, "wait"]

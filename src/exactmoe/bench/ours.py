@@ -83,10 +83,7 @@ class Presorted:
         ids, weights = self.selection.expert_ids, self.selection.weights
         tokens, slots, region = ids.shape[0], ids.numel(), self.scratch.regions
         a8 = numerics.activation == "a8"
-        gate, up, down = (
-            self.layer.bank.prepared(name, path.name, path.prepare)
-            for name in ("gate", "up", "down")
-        )
+        gate, up, down = self.layer.bank.prepared_for(path)
         rows, h = Rows(self.x, None), region["h"][:slots]
         if a8:
             codes = Rows(region["x_codes"][:tokens], region["x_scales"][:tokens])

@@ -21,6 +21,7 @@ from exactmoe.config import Limits
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
+from exactmoe.runtime import workspace
 
 PARTS = ("experts", "sort", "block", "dense")
 # Selections that the calls of one measurement take in turn.
@@ -149,6 +150,7 @@ class Bench:
             for tile in settings.tiles:
                 self.say(f"tile {tile}, {width} tokens")
                 yield self._tile(tile, makers[EXPERTS], width)
+        self._release()
 
     def _own(self, part: str, what: str, make: Make, width: int) -> Record:
         timing, y = self._measure(make, width, exact=f"{part}, width {width}")
@@ -314,8 +316,10 @@ class Bench:
         return replay.time(), replay.outputs[0].clone()
 
     def _release(self) -> None:
+        """Gives back what is not used any more; no graph of an earlier measurement is."""
         gc.collect()
         if self.problem.device.type == "cuda":
+            workspace.release_captures(self.problem.device)
             torch.cuda.empty_cache()
 
 

@@ -69,12 +69,7 @@ class GraphTimer:
         self.seconds = seconds
 
     def capture(self, calls: Sequence[Call]) -> "GraphReplay":
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(side)
+        # No warm-up on a stream of its own: the calls have run, and each stream has an arena.
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

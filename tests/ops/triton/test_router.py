@@ -3,8 +3,6 @@ logits are compared with float64 (dots of matrix units differ from the CPU's in 
 with each other.
 """
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from exactmoe import reference
 from exactmoe.config import Numerics, RouterConfig
 from exactmoe.ops.triton.router import router, select
 from layers import assert_same_bits
+from router_tensors import RouterTensors
 from triton_device import DEVICE, INTERPRETED
 
 NAN, INF = float("nan"), float("inf")
@@ -23,41 +22,23 @@ CONFIGS = [
 ]
 
 
-@dataclass
-class Weights:
-    weight: Tensor | None
-    bias: Tensor | None
-    table: Tensor | None
-    config: RouterConfig
-
-    @property
-    def weight_f32(self) -> Tensor:
-        assert self.weight is not None
-        return self.weight.float()
-
-    @property
-    def weight_bf16(self) -> Tensor | None:
-        assert self.weight is not None
-        return self.weight if self.weight.dtype == torch.bfloat16 else None
-
-    def on_device(self) -> "Weights":
-        parts = (self.weight, self.bias, self.table)
-        return Weights(*(None if p is None else p.to(DEVICE) for p in parts), self.config)
-
-
 def selected(
-    logits: Tensor, weights: Weights, top_k: int, numerics: Numerics, tokens: Tensor | None = None
+    logits: Tensor,
+    weights: RouterTensors,
+    top_k: int,
+    numerics: Numerics,
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     ids = torch.full((len(logits), top_k), -9, dtype=torch.int32, device=DEVICE)
     out = torch.full((len(logits), top_k), -9.0, device=DEVICE)
     tokens = None if tokens is None else tokens.to(DEVICE)
-    select(logits.to(DEVICE), weights.on_device(), tokens, numerics, (ids, out))
+    select(logits.to(DEVICE), weights.on(DEVICE), tokens, numerics, (ids, out))
     return ids.cpu(), out.cpu()
 
 
 def compare(
     logits: Tensor,
-    weights: Weights,
+    weights: RouterTensors,
     top_k: int,
     numerics: Numerics | None = None,
     tokens: Tensor | None = None,
@@ -80,39 +61,43 @@ def compare(
 def test_scores(config, router, experts, top_k, rng):
     logits = torch.randn(2, experts, generator=rng) * 3
     bias = torch.randn(experts, generator=rng) * 0.1
-    compare(logits, Weights(None, bias, None, config), top_k, Numerics(router=router))
-    compare(logits, Weights(None, None, None, config), top_k, Numerics(router=router))
+    compare(logits, RouterTensors(None, bias, None, config), top_k, Numerics(router=router))
+    compare(logits, RouterTensors(None, None, None, config), top_k, Numerics(router=router))
 
 
 def test_the_most_experts_and_slots(rng):
     bias = torch.randn(1024, generator=rng)
-    compare(torch.randn(1, 1024, generator=rng), Weights(None, bias, None, CONFIGS[0]), 64)
+    compare(torch.randn(1, 1024, generator=rng), RouterTensors(None, bias, None, CONFIGS[0]), 64)
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2])
 def test_logits_of_every_size(config, rng):
     scales = torch.tensor([1e-45, 1e-30, 1e-3, 1.0, 30.0, 90.0, 700.0, 1e4, 1e30, 3e38])
     compare(
-        torch.randn(10, 64, generator=rng) * scales[:, None], Weights(None, None, None, config), 6
+        torch.randn(10, 64, generator=rng) * scales[:, None],
+        RouterTensors(None, None, None, config),
+        6,
     )
 
 
 def test_equal_keys_go_to_the_lower_id():
     logits = torch.zeros(2, 300)
-    weights = Weights(None, torch.full((300,), -0.5), None, CONFIGS[0])  # sigmoid(0) is 0.5
+    weights = RouterTensors(None, torch.full((300,), -0.5), None, CONFIGS[0])  # sigmoid(0) is 0.5
     weights.bias[1::2] -= 2.0**-40  # rounds away: every key is +0
     assert compare(logits, weights, 8)[0].tolist() == [list(range(8))] * 2
     keys = torch.full((1, 6), -INF)  # score 0; the bias is the key
     bias = torch.tensor([-0.0, 0.0, -1.0, -0.0, 0.0, 1.0])
-    assert compare(keys, Weights(None, bias, None, CONFIGS[0]), 5)[0].tolist() == [[5, 0, 1, 3, 4]]
+    assert compare(keys, RouterTensors(None, bias, None, CONFIGS[0]), 5)[0].tolist() == [
+        [5, 0, 1, 3, 4]
+    ]
 
 
 def test_nan_keys_come_last_by_lower_id():
     bias = torch.tensor([NAN, -INF, NAN, 0.5, INF, -NAN])
-    found = compare(torch.zeros(1, 6), Weights(None, bias, None, CONFIGS[0]), 6)
+    found = compare(torch.zeros(1, 6), RouterTensors(None, bias, None, CONFIGS[0]), 6)
     assert found[0].tolist() == [[4, 3, 1, 0, 2, 5]]
     logits = torch.tensor([[NAN, 1.0, INF, -INF], [0.0, 1.0, 2.0, 3.0]])
-    found = compare(logits, Weights(None, None, None, CONFIGS[1]), 4)
+    found = compare(logits, RouterTensors(None, None, None, CONFIGS[1]), 4)
     assert found[0].tolist() == [[2, 1, 3, 0], [3, 2, 1, 0]]
     assert found[1].isnan().tolist() == [[True] * 4, [False] * 4]
 
@@ -122,7 +107,7 @@ def test_hash_layers_take_the_tables_ids_even_repeated(config, rng):
     table = torch.randint(0, 12, (30, 3), generator=rng)
     table[4] = 7
     tokens = torch.tensor([4, 0, 29, 4, 11])
-    weights = Weights(None, None, table, config)
+    weights = RouterTensors(None, None, table, config)
     found = compare(torch.randn(5, 12, generator=rng), weights, 3, None, tokens)
     assert found[0].tolist() == table[tokens].tolist()
 
@@ -131,7 +116,7 @@ def test_hash_layers_take_the_tables_ids_even_repeated(config, rng):
 def test_an_id_outside_the_table_or_of_no_expert_is_absent(wrong, rng):
     """As on the CPU: id E, which the route table reports, weight 0, and nothing else changes."""
     table = torch.randint(0, 12, (30, 3), generator=rng)
-    weights = Weights(None, None, table, CONFIGS[0])
+    weights = RouterTensors(None, None, table, CONFIGS[0])
     logits = torch.randn(4, 12, generator=rng)
     tokens = torch.tensor([4, 0, 29, 11])
     before = compare(logits, weights, 3, None, tokens)
@@ -154,7 +139,7 @@ def all_logits(x: Tensor, weight: Tensor, narrow: bool) -> Tensor:
         torch.empty(len(x), 1, dtype=torch.int32, device=DEVICE),
         torch.empty(len(x), 1, device=DEVICE),
     )
-    weights = Weights(weight, None, None, CONFIGS[0]).on_device()
+    weights = RouterTensors(weight, None, None, CONFIGS[0]).on(DEVICE)
     router(x.to(DEVICE), weights, None, Numerics(), logits, routed, parts if narrow else None)
     return logits.cpu()
 
@@ -213,16 +198,24 @@ def test_nan_and_inf_stay_with_their_token(rng):
     assert_same_bits(all_logits(x, weight, narrow=True)[others], clean[others])
 
 
-def test_a_whole_call(rng):
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_whole_call(hashed, narrow, rng):
     """The ids and weights of a call are those of its own logits."""
     x = torch.randn(3, 256, generator=rng).bfloat16()
     weight = (torch.randn(40, 256, generator=rng) / 16).bfloat16()
-    weights = Weights(weight, torch.randn(40, generator=rng) * 0.1, None, CONFIGS[0])
+    bias = None if hashed else torch.randn(40, generator=rng) * 0.1
+    table = torch.randint(0, 40, (9, 4), generator=rng) if hashed else None
+    tokens = torch.tensor([3, 8, 0]) if hashed else None
+    weights = RouterTensors(weight, bias, table, CONFIGS[0])
     logits = torch.empty(3, 40, device=DEVICE)
     ids = torch.empty(3, 4, dtype=torch.int32, device=DEVICE)
     out = torch.empty(3, 4, device=DEVICE)
-    parts = torch.empty(16, 3, 40, device=DEVICE)
-    router(x.to(DEVICE), weights.on_device(), None, Numerics(), logits, (ids, out), parts)
-    found = compare(logits.cpu(), weights, 4)
+    parts = torch.empty(16, 3, 40, device=DEVICE) if narrow else None
+    given = None if tokens is None else tokens.to(DEVICE)
+    router(x.to(DEVICE), weights.on(DEVICE), given, Numerics(), logits, (ids, out), parts)
+    found = compare(logits.cpu(), weights, 4, None, tokens)
     assert_same_bits(ids.cpu(), found[0])
     assert_same_bits(out.cpu(), found[1])
+    truth = x.double() @ weight.double().T
+    assert (logits.cpu() - truth).norm() <= 2.0**-17 * truth.norm()

@@ -1,0 +1,145 @@
+"""Run-time compilation with NVRTC, which comes with torch's CUDA wheels.
+
+IEEE arithmetic: no contraction to fma, subnormals kept, division and square root rounded right.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from exactmoe.errors import Unsupported
+from exactmoe.kernels.cuda.source import Pack, Variant
+
+ARCHITECTURE = "sm_90a"
+OPTIONS = (
+    f"--gpu-architecture={ARCHITECTURE}",
+    "--std=c++17",
+    "--fmad=false",
+    "--ftz=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+)
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        return f"cuda-bindings cannot be imported ({error}); pip install cuda-bindings"
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        return f"NVRTC cannot be loaded ({error})"
+    return None
+
+
+def _nvrtc(answer: tuple[Any, ...]) -> Any:
+    from cuda.bindings import nvrtc
+
+    if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"NVRTC: {answer[0].name}")
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+
+def _driver(answer: tuple[Any, ...]) -> Any:
+    from cuda.bindings import driver
+
+    if answer[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {answer[0].name}")
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+
+@cache
+def cubin(variant: Variant | Pack) -> bytes:
+    """Machine code of a variant; needs NVRTC, not a GPU.
+
+    Raises:
+        Unsupported: NVRTC is not there.
+    """
+    reason = missing()
+    if reason is not None:
+        raise Unsupported(reason)
+    from cuda.bindings import nvrtc
+
+    program = _nvrtc(nvrtc.nvrtcCreateProgram(variant.text().encode(), b"experts.cu", 0, [], []))
+    options = [option.encode() for option in OPTIONS]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _nvrtc(nvrtc.nvrtcGetProgramLogSize(program))
+        _nvrtc(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"NVRTC: {status.name}\n{log.decode(errors='replace')}")
+    code = b" " * _nvrtc(nvrtc.nvrtcGetCUBINSize(program))
+    _nvrtc(nvrtc.nvrtcGetCUBIN(program, code))
+    _nvrtc(nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+class Kernel:
+    """A loaded variant, for every device of the process."""
+
+    def __init__(self, variant: Variant | Pack) -> None:
+        from cuda.bindings import driver
+
+        self.variant = variant
+        self._code = cubin(variant)
+        self._library = _driver(driver.cuLibraryLoadData(self._code, [], [], 0, [], [], 0))
+        self._kernel = _driver(driver.cuLibraryGetKernel(self._library, variant.entry.encode()))
+        self._function = driver.CUfunction(int(self._kernel))
+        self._sized: set[int] = set()
+
+    def _require_shared(self, device: int) -> None:
+        from cuda.bindings import driver
+
+        if device not in self._sized:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            handle = _driver(driver.cuDeviceGet(device))
+            shared = self.variant.shared_bytes
+            _driver(driver.cuKernelSetAttribute(attribute, shared, self._kernel, handle))
+            self._sized.add(device)
+
+    def launch(
+        self,
+        device: int,
+        stream: int,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        early: bool,
+    ) -> None:
+        """Queue the kernel; `arguments` are ctypes values in the order of its signature.
+
+        Args:
+            grid: blocks in two directions, and threads of a block.
+            early: it may start before the kernel before it has ended (it waits itself for what it
+                needs).
+        """
+        from cuda.bindings import driver
+
+        self._require_shared(device)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = grid[2], 1, 1
+        config.sharedMemBytes = self.variant.shared_bytes
+        config.hStream = stream
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        values = tuple(argument.value or 0 for argument in arguments)
+        kinds = tuple(type(argument) for argument in arguments)
+        _driver(driver.cuLaunchKernelEx(config, self._function, (values, kinds), 0))
+
+
+@cache
+def kernel(variant: Variant | Pack) -> Kernel:
+    """A variant compiled and loaded, once a process."""
+    return Kernel(variant)
+
+
+def pointer(tensor: Any) -> ctypes.c_void_p:
+    """A tensor's address as an argument."""
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -1,0 +1,106 @@
+// From f32 accumulators to packed h (gate_up), or to slots at their own places (down).
+//
+// A lane's sums[4i + j] is row `lane / 4` of the first panel for token 8i + 2 (lane % 4) + j, and
+// sums[4i + 2 + j] the same row of the second panel.
+
+// The operands held weight x 2^-8; the global scale multiplies, or divides where the checkpoint
+// keeps its reciprocal (contract section 2).
+__device__ __forceinline__ float scaled(float sum, float factor, u32 divide) {
+    sum = __fmul_rn(sum, 256.0f);
+    return divide ? __fdiv_rn(sum, factor) : __fmul_rn(sum, factor);
+}
+
+__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
+    return __fmul_rn(silu(min_nan(gate, limit)), max_nan(min_nan(up, limit), -limit));
+}
+
+// Where 8 results (features 8p ... of `width`) of a token go.
+__device__ __forceinline__ u16* place_of(void* out, const Item& item, const int* slots, u32 token,
+                                         u32 eighth, u32 width) {
+#if GATE_UP
+    u64 piece = u64(item.group + token / 8) * (width / 64) + eighth / 8;
+    return static_cast<u16*>(out) + piece * 512 + token % 8 * 64 + (eighth % 8 ^ token % 8) * 8;
+#else
+    return static_cast<u16*>(out) + u64(slots[item.first + token]) * width + eighth * 8;
+#endif
+}
+
+// words[i]: results of tokens 8i + 2 (lane % 4) and the next, of this lane's row of one panel.
+__device__ __forceinline__ void store_panel(const u32 (&words)[TOKENS / 8], const Item& item,
+                                            const int* slots, void* out, u32 width, u32 column,
+                                            u32 staging, u32 warp, u32 lane) {
+    if constexpr (!STAGED) {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS / 4; ++i) {
+            u32 token = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            u16 value = u16(words[i / 2] >> (16 * (i % 2)));
+            if (token < item.count)
+                place_of(out, item, slots, token, column / 8 + warp, width)[lane / 4] = value;
+        }
+    } else {
+        u32 thread = threadIdx.x % 128, group = warp / 4;
+#pragma unroll
+        for (u32 begin = 0; begin < TOKENS; begin += 32) {
+            u32 quarter[4];
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i)
+                quarter[i] = begin + 8 * i < TOKENS ? words[(begin + 8 * i) / 8 % (TOKENS / 8)] : 0;
+            store_transposed(staging + lane * OUT_ROW + warp % 4 * 16, quarter);
+            sync_threads(1 + group, 128);
+            u32 token = begin + thread / 4, eighth = column / 8 + group * 4 + thread % 4;
+            if (token < item.count) {
+                u32 piece[4];
+                load_16(piece, staging + thread / 4 * OUT_ROW + thread % 4 * 16);
+                *reinterpret_cast<uint4*>(place_of(out, item, slots, token, eighth, width)) =
+                    make_uint4(piece[0], piece[1], piece[2], piece[3]);
+            }
+            sync_threads(1 + group, 128);
+        }
+    }
+}
+
+__device__ __forceinline__ void finish(const float (&sums)[TOKENS / 2], const Item& item,
+                                       float first_factor, float second_factor, u32 divide,
+                                       float limit, const int* slots, void* out, u32 panels,
+                                       u32 staging, u32 warp, u32 lane) {
+    u32 width = panels * PANEL;
+    u32 words[TOKENS / 8];
+#if GATE_UP
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i) {
+        float h[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            h[j] = swiglu(scaled(sums[4 * i + j], first_factor, divide & 1),
+                          scaled(sums[4 * i + 2 + j], second_factor, divide & 2), limit);
+        words[i] = round_bf16x2(h[0], h[1]);
+    }
+    store_panel(words, item, slots, out, width, item.block * PANEL, staging, warp, lane);
+#else
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        u32 column = (2 * item.block + half) * PANEL;
+        float factor = half ? second_factor : first_factor;
+        if (column < width) {
+#if SLOT_F32
+#pragma unroll
+            for (u32 i = 0; i < TOKENS / 4; ++i) {
+                u32 token = i / 2 * 8 + lane % 4 * 2 + i % 2;
+                float value = scaled(sums[i / 2 * 4 + 2 * half + i % 2], factor, divide & 1);
+                if (value != value) value = __int_as_float(0x7FC00000);
+                if (token < item.count)
+                    static_cast<float*>(out)[u64(slots[item.first + token]) * width + column +
+                                             warp * 8 + lane / 4] = value;
+            }
+#else
+#pragma unroll
+            for (int i = 0; i < TOKENS / 8; ++i)
+                words[i] =
+                    round_bf16x2(scaled(sums[4 * i + 2 * half], factor, divide & 1),
+                                 scaled(sums[4 * i + 2 * half + 1], factor, divide & 1));
+            store_panel(words, item, slots, out, width, column, staging, warp, lane);
+#endif
+        }
+    }
+#endif
+}

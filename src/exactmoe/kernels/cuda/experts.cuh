@@ -1,0 +1,93 @@
+// Sizes of the experts kernels, and how blocks find their work.
+
+constexpr u32 WARPS = 16;                        // that multiply
+constexpr u32 THREADS = 32 * (WARPS + 4);        // and four that fill the ring
+constexpr u32 GATHER_WARPS = 3;                  // of those
+constexpr u32 CHUNK = 128;                       // of k, in one stage
+constexpr u32 PANEL = 128;                       // weight rows
+constexpr u32 CODE_BYTES = PANEL * CHUNK / 2;    // of a panel in a stage
+constexpr u32 PANEL_SCALE_BYTES = PANEL * SCALE_BYTES;
+constexpr u32 WEIGHT_BYTES = 2 * (CODE_BYTES + PANEL_SCALE_BYTES);
+constexpr u32 ROWS_BYTES = 8 * CHUNK * 2;        // of eight token rows in a stage
+constexpr u32 X_BYTES = TOKENS / 8 * ROWS_BYTES;
+constexpr u32 MAX_EXPERTS = 1024;
+constexpr bool STAGED = TOKENS >= 24;            // the epilogue goes through shared memory
+constexpr bool OVERLAP = TOKENS <= 16;           // a stage's last wgmmas run on into the next stage
+constexpr u32 OUT_ROW = 80;                      // bytes of 32 results of a token, and padding
+constexpr u32 OUT_BYTES = STAGED ? 32 * OUT_ROW : 0;  // of a warpgroup: 32 tokens at a time
+
+// Up to TOKENS rows of one expert, and a block of its weight rows. `group` is the first row's place
+// in packed rows, in eights: those of expert e begin at offsets[e] / 8 + e, so that each expert's
+// begin a new eight and no sum over experts is needed.
+struct Item {
+    u32 expert, first, count, block, group;
+};
+
+struct Work {
+    u32 tiles_before[MAX_EXPERTS + 1];  // of experts 0 ... e - 1
+    u32 offsets[MAX_EXPERTS + 1];
+    u32 of_warp[THREADS / 32];
+
+    // By all threads of the block; each looks after two experts.
+    __device__ __forceinline__ void count(const int* from, u32 experts) {
+        static_assert(2 * THREADS >= MAX_EXPERTS, "two experts a thread");
+        u32 thread = threadIdx.x, lane = thread % 32, expert = 2 * thread;
+        u32 begin = expert <= experts ? from[expert] : 0, end = begin, last = begin;
+        if (expert < experts) end = last = from[expert + 1];
+        if (expert + 1 < experts) last = from[expert + 2];
+        u32 own = (end - begin + TOKENS - 1) / TOKENS, sum = own + (last - end + TOKENS - 1) / TOKENS;
+        u32 inclusive = sum;
+#pragma unroll
+        for (u32 distance = 1; distance < 32; distance *= 2) {
+            u32 other = __shfl_up_sync(~0u, inclusive, distance);
+            if (lane >= distance) inclusive += other;
+        }
+        if (lane == 31) of_warp[thread / 32] = inclusive;
+        __syncthreads();
+        if (expert <= experts) {
+            u32 before = inclusive - sum;
+            for (u32 warp = 0; warp < thread / 32; ++warp) before += of_warp[warp];
+            tiles_before[expert] = before;
+            offsets[expert] = begin;
+            if (expert < experts) {
+                tiles_before[expert + 1] = before + own;
+                offsets[expert + 1] = end;
+            }
+        }
+        __syncthreads();
+    }
+
+    // By all lanes of a warp: the last expert whose tiles begin at or before the item's.
+    __device__ __forceinline__ Item find(u32 experts, u32 item, u32 blocks) const {
+        u32 tile = item / blocks, lane = threadIdx.x % 32;
+        u32 coarse = lane * 32, passed = __ballot_sync(
+            ~0u, coarse < experts && tiles_before[coarse] <= tile);
+        u32 fine = (__popc(passed) - 1) * 32 + lane;
+        passed = __ballot_sync(~0u, fine < experts && tiles_before[fine] <= tile);
+        u32 expert = fine - lane + __popc(passed) - 1;
+        u32 begin = (tile - tiles_before[expert]) * TOKENS, first = offsets[expert];
+        u32 left = offsets[expert + 1] - first - begin;
+        return {expert, first + begin, left < TOKENS ? left : TOKENS, item % blocks,
+                first / 8 + expert + begin / 8};
+    }
+};
+
+// A place in the ring: which stage, and which parity its barrier has there.
+struct Place {
+    u32 stage = 0, parity = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+
+    __device__ __forceinline__ u32 last() const { return stage == 0 ? STAGES - 1 : stage - 1; }
+};
+
+// A wide tile's accumulators need the registers that the filling warps don't.
+template <bool multiplies>
+__device__ __forceinline__ void take_registers() {
+    if constexpr (TOKENS >= 96) {
+        if constexpr (multiplies) asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+        else asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    }
+}

@@ -1,0 +1,148 @@
+// The PTX instructions that the kernels use, one function each. No header is included, so run-time
+// compilation needs no search path.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- barriers in shared memory
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ready;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n"
+        "@ready bra done;\n"
+        "bra again;\n"
+        "done:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// ---- the kernel before and the kernel after, when launched to overlap (else these do nothing)
+
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void let_later_kernels_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ---- copies into shared memory
+
+// `bytes` (a multiple of 16) from global memory; their arrival is counted by the barrier.
+__device__ __forceinline__ void copy_bulk(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_16(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+// All copy_16 of this thread have landed.
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// copy_16 writes through the generic proxy, wgmma reads through the asynchronous one.
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- loads from shared memory
+
+__device__ __forceinline__ void load_16(u32 (&words)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
+}
+
+__device__ __forceinline__ void load_8(u32 (&words)[2], u32 address) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+}
+
+__device__ __forceinline__ void load_4(u32& word, u32 address) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+}
+
+// Four 8x8 matrices of 16-bit values, each stored transposed; lane i gives the address of row i % 8
+// of matrix i / 8.
+__device__ __forceinline__ void store_transposed(u32 address, const u32 (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void sync_threads(u32 barrier, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// ---- matrix units
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int newest>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(newest) : "memory");
+}
+
+// Rows of 128 bytes in 128-byte swizzle; each next eight of them `stride` bytes on.
+__device__ __forceinline__ u64 operand(u32 address, u32 stride) {
+    return u64((address & 0x3FFFF) >> 4) | (u64(stride >> 4) << 32) | (u64(1) << 62);
+}
+
+// ---- arithmetic, each rounded to nearest even, subnormals kept
+
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+// Two bf16 in a word, low half first; a NaN is 0x7FC0 (contract section 1).
+__device__ __forceinline__ u32 round_bf16x2(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    if (low != low) word = (word & 0xFFFF0000u) | 0x7FC0u;
+    if (high != high) word = (word & 0x0000FFFFu) | 0x7FC00000u;
+    return word;
+}

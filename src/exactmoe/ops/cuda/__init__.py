@@ -1,0 +1,1 @@
+"""Launchers of the run-time compiled CUDA kernels (sm_90)."""

@@ -1,0 +1,57 @@
+"""prepare: what the sm_90 kernels need to read a packed weight in fragment order."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from exactmoe.bank.layout import unsupported
+from exactmoe.errors import Unsupported
+from exactmoe.formats import PackedWeight, exponent_range
+from exactmoe.formats.scales import power_of_two
+
+
+@dataclass(frozen=True, eq=False)
+class CudaWeight:
+    """A packed weight [E, N, K] whose bytes will be in fragment order, and its epilogue.
+
+    Attributes:
+        format: "nvfp4" or "mxfp4".
+        codes: uint8 [E, N, K // 2], the bank's own memory.
+        scales: uint8 [E, N, blocks], the bank's own memory.
+        factors: float32 [E]: global scales; 2^p for MXFP4.
+        divide: the accumulator is divided by the factor.
+    """
+
+    format: str
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor
+    divide: bool
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.codes.shape[0])
+
+    @property
+    def rows(self) -> int:
+        return int(self.codes.shape[1])
+
+    @property
+    def columns(self) -> int:
+        return 2 * int(self.codes.shape[2])
+
+
+def prepare(weight: PackedWeight) -> CudaWeight:
+    """A view of a weight whose bytes are canonical now, and in fragment order when it is read.
+
+    Raises:
+        Unsupported: the format or a size has no fragment order.
+    """
+    reason = unsupported(weight)
+    if reason is not None or weight.scales is None:
+        raise Unsupported(f"the cuda path cannot read this weight: {reason}")
+    factors = weight.global_scale
+    if factors is None:
+        factors = power_of_two(exponent_range(weight)[1])
+    divide = weight.global_scale is not None and weight.global_scale_op == "divide"
+    return CudaWeight(weight.format, weight.codes, weight.scales, factors.contiguous(), divide)

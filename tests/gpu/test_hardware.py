@@ -1,18 +1,12 @@
 """What the documents of sm_90's matrix units do not promise and the contract relies on, measured
-with kernels of our own (tests/helpers/wgmma.py); and every code through the real ones.
+with kernels of our own (tests/helpers/wgmma.py).
 """
-
-from dataclasses import replace
 
 import pytest
 import torch
 
-from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
-from exactmoe.formats.scales import decode_e4m3
-from exactmoe.proof.backends import paths_of
-from gpu_layers import Layer
-from layers import E2M1, assert_same_bits
+from layers import assert_same_bits
 from wgmma import ROWS, WIDTHS, product, source
 
 COLUMNS, TOKENS = 2048, 272
@@ -111,57 +105,3 @@ class TestWgmma:
         w, x, expected = operands
         weight = PackedWeight("bf16", w[None].contiguous())
         assert_same_bits(project(ops.path("triton"), weight, x), expected)
-
-
-def every_code(format: str, scales: torch.Tensor) -> PackedWeight:
-    """[1, 128, K]: every code beside every scale byte; row r has code (k + r) mod 16 at k."""
-    block = {"nvfp4": 16, "mxfp4": 32}[format]
-    columns = len(scales) * block
-    codes = (torch.arange(columns) + torch.arange(128)[:, None]) % 16
-    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)[None]
-    rows = scales.to(torch.uint8).expand(1, 128, -1).contiguous()
-    if format == "mxfp4":
-        return PackedWeight("mxfp4", packed, rows)
-    return PackedWeight("nvfp4", packed, rows, torch.ones(1))
-
-
-def windows() -> list[tuple[str, torch.Tensor]]:
-    """Scale bytes that one projection may hold at once, a multiple of 128 columns in all."""
-    e4m3 = torch.arange(127)
-    made = [("nvfp4", torch.cat([e4m3, e4m3[:1]]))]
-    # E8M0 may span 96 binades in one projection; 255 is NaN.
-    made += [("mxfp4", torch.arange(start, start + 96)) for start in (0, 80, 159)]
-    return made
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_every_code_and_scale_byte_is_exact(device, number):
-    """One-hot rows of x read single operands: code x scale, exact, on every path of the device."""
-    from exactmoe import ops
-    from exactmoe.proof import stages
-
-    format, scales = windows()[number]
-    weight = every_code(format, scales)
-    codes = (torch.arange(weight.columns) + torch.arange(128)[:, None]) % 16
-    if format == "nvfp4":
-        values = decode_e4m3(scales.to(torch.uint8)).double()
-    else:
-        values = torch.ldexp(torch.ones(len(scales)).double(), scales - 127)
-    spread = values.repeat_interleave(weight.columns // len(scales))
-    expected = (E2M1[codes] * spread).float() + 0.0  # a sum from +0 is never -0
-    moved = replace(
-        weight,
-        codes=weight.codes.to(device),
-        scales=None if weight.scales is None else weight.scales.to(device),
-        global_scale=None if weight.global_scale is None else weight.global_scale.to(device),
-    )
-    one_hot = torch.eye(weight.columns, device=device).bfloat16()
-    for name in paths_of(Layer(format).build(device)):
-        path = ops.path(name)
-        found = torch.cat([stages.project(path, moved, rows) for rows in one_hot.split(1024)])
-        assert_same_bits(found.cpu(), expected.T.contiguous(), name)
-
-
-def test_windows_are_refused_when_wider():
-    with pytest.raises(Unsupported, match="binades"):
-        every_code("mxfp4", torch.arange(0, 128))

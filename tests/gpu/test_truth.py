@@ -12,6 +12,7 @@ from torch import Tensor
 from exactmoe import ExpertBank, MoELayer, Numerics, ops
 from exactmoe.formats.rows import Rows
 from exactmoe.proof import stages
+from exactmoe.proof.backends import path_for_canonical
 from gpu_layers import dense, generator, packed
 from layers import layer_of, relative_l2, true_activation, true_values
 
@@ -79,7 +80,7 @@ def test_f32_dot(device, format, hidden, inner):
     """gate from x, down from data of its own width: normal, and wide with cancelling."""
     bank = one_expert(format, hidden, inner, device)
     layer, _ = single(bank, "a16")
-    path = ops.path(layer.plan().backend)
+    path = ops.path(path_for_canonical(layer))
     for name in ("gate", "down"):
         weight, true = getattr(bank, name), values(bank, name, device)
         x = normal(device, ROWS, weight.columns)
@@ -99,7 +100,7 @@ def test_a8_projections_and_activation(device, hidden, inner):
     bank = one_expert("mxfp4", hidden, inner, device)
     x = normal(device, ROWS, hidden)
     layer, routed = single(bank, A8)
-    path = ops.path(layer.plan().backend)
+    path = ops.path(path_for_canonical(layer))
     weights = (bank.gate, bank.up, bank.down)
     found = stages.run_slots(path, weights, x, routed, A8, 1.5)
     for name, rows in (("gate", found.x), ("up", found.x), ("down", found.h)):

@@ -1,4 +1,4 @@
-"""Stages: the ops of a GPU's path one by one, each from its own actual inputs.
+"""Stages: the ops of a GPU's portable path one by one, each from its own actual inputs.
 
 The order of a GPU's dots is its matrix instruction's, so their bits have no other definition than
 known answers. All else has: the reference, fed with the kernel's float32 accumulators, must give
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from exactmoe import ops, reference
-from exactmoe.bank.layout import to_fragment
 from exactmoe.config import Numerics
 from exactmoe.formats import BLOCK, PackedWeight, apply_global_scale, operand
 from exactmoe.formats.rows import Rows
@@ -61,14 +60,6 @@ def experts_of(weight: PackedWeight, experts: list[int]) -> PackedWeight:
     return replace(weight, **parts)
 
 
-def arranged(path: ops.Path, weight: PackedWeight) -> object:
-    """A path's prepared weight; the bytes of `weight` are put in the order that the path reads."""
-    prepared = path.prepare(weight)
-    if path.storage.layout == ops.FRAGMENT:
-        to_fragment(weight)
-    return prepared
-
-
 def run_slots(
     path: ops.Path,
     weights: tuple[PackedWeight, PackedWeight, PackedWeight],
@@ -79,7 +70,7 @@ def run_slots(
 ) -> Slots:
     """x bfloat16 [T, H], routed ids int32 and weights float32 [T, K] through the path's ops.
 
-    weights: gate, up, down, canonical; copies of them are arranged.
+    weights: gate, up, down, canonical.
     """
     ids, factors = routed
     store, device, top_k = path.storage, x.device, ids.shape[1]
@@ -91,8 +82,7 @@ def run_slots(
         torch.zeros(1, dtype=torch.int64, device=device),
     )
     path.route_table(ids, weights[0].num_experts, routes)
-    copies = [experts_of(w, list(range(w.num_experts))) for w in weights]
-    gate, up, down = (arranged(path, copy) for copy in copies)
+    gate, up, down = (path.prepare(weight) for weight in weights)
     staged = x.to(store.x)
     rows = _quantized(path, staged) if a8 else Rows(staged, None)
     h = torch.empty(count, inner, dtype=torch.float32 if a8 else store.h, device=device)
@@ -155,7 +145,7 @@ def project(path: ops.Path, weight: PackedWeight, x: Tensor) -> Tensor:
         )
         path.route_table(ids, 1, routes)
         rows = Rows(x[:, start : start + DENSE_SEGMENT].to(path.storage.x).contiguous(), None)
-        total = total + _projected(path, arranged(path, part), rows, routes, _WIDE, weight.rows)
+        total = total + _projected(path, path.prepare(part), rows, routes, _WIDE, weight.rows)
     return total if weight.global_scale is None else apply_global_scale(weight, 0, total)
 
 

@@ -22,6 +22,8 @@ _TOKENS = 64
 def stages(trial: Trial) -> None:
     """The ops one by one from their own inputs; then the layer's result from those stages.
 
+    The fast path has no canonical bytes and joins stages, so the ops are the portable path's; the
+    layer's own result must be the one of their stages.
     On the CPU the dimension "backend" compares whole results with the reference instead.
     """
     layer = trial.entry.layer
@@ -47,7 +49,7 @@ def _experts(trial: Trial, layer: MoELayer, x: Tensor) -> None:
     assert factors is not None
     factors = factors[:, : len(chosen)].contiguous()
     routed = local.contiguous(), factors
-    path = ops.path(layer.plan().backend)
+    path = ops.path(path_for_canonical(layer))
     found = stage.run_slots(path, (bank[0], bank[1], bank[2]), x, routed, numerics, limit)
 
     _same(trial, "route table", _expected_order(routed[0], len(chosen)), found.routes.slots)
@@ -83,7 +85,7 @@ def _block(trial: Trial, layer: MoELayer, x: Tensor) -> None:
     router, numerics, config = layer.router, layer.numerics, layer.config
     assert router is not None
     token_ids = trial.random(len(x), _STREAM + 1).token_ids
-    path = ops.path(layer.plan().backend)
+    path = ops.path(path_for_canonical(layer))
     store, device = path.storage, x.device
     logits = torch.empty(len(x), config.num_experts, device=device)
     ids = torch.empty(len(x), config.top_k, dtype=torch.int32, device=device)

@@ -139,6 +139,7 @@ class MoELayer(Block):
         slots, a8 = rows * self.config.top_k, self.numerics.activation == "a8"
         f32, i64, codes = torch.float32, torch.int64, storage.codes
         slot = storage.slots if self.numerics.slot == "bf16" else f32
+        h_rows = storage.rows_of_h(slots, experts)
         regions = [
             Region("x", (rows, hidden), storage.x),
             Region("wide_ids", (slots,), i64),
@@ -148,9 +149,11 @@ class MoELayer(Block):
             Region("logits", (rows, experts), f32),
             Region("offsets", (experts + 1,), storage.index),
             Region("sorted", (slots,), storage.index),
-            Region("h", (slots, inner), f32 if a8 else storage.h),
+            Region("h", (slots if a8 else h_rows, inner), f32 if a8 else storage.h),
             Region("slots", (slots, hidden), slot),
         ]
+        if storage.packed and not a8:
+            regions.append(Region("packed_x", (h_rows, hidden), storage.x))
         if storage.router_parts:
             parts = (ROUTER_SEGMENTS, min(rows, storage.router_parts), experts)
             regions.append(Region("logit_parts", parts, f32))
@@ -311,7 +314,9 @@ class MoELayer(Block):
         if self.shared is not None:
             self.shared._prepare(path)
         if self.router is not None:
-            _ = self.router.weight_bf16, self.router.weight_f32, self.router.checked_table
+            _ = self.router.checked_table
+            if self.router.weight_bf16 is None:
+                _ = self.router.weight_f32
 
     def _output(self, out: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
         own = {} if out is None else self._own_memory()

@@ -34,9 +34,9 @@ class Running(Common):
 
     cards: Annotated[str, typer.Option(metavar="NAMES", help="Devices, comma-separated.")] = "cpu"
     numerics: NumericsClass = None
-    backend: Annotated[str, typer.Option(help="auto, cpu or reference. It changes speed only.")] = (
-        "auto"
-    )
+    backend: Annotated[
+        str, typer.Option(help="auto, cuda, triton, cpu or reference. It changes speed only.")
+    ] = "auto"
 
     def settings(self) -> dict[str, Any]:
         """Arguments of load_model; ConfigError and Unsupported for one that is not allowed."""

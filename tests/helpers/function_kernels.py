@@ -7,7 +7,9 @@ import triton.language as tl
 from exactmoe.kernels.triton.functions import (
     canonical,
     exp32,
+    exp64,
     fma32,
+    log1p64,
     round_bf16,
     router_score,
     silu32,
@@ -37,6 +39,18 @@ def unary(x, y, count, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(y + place, round_bf16(value).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(y + place, canonical(value), mask=mask)
+
+
+def wide(x, y, count, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """y float64 = exp64(-abs(x)), or log1p64 of x where x > 0, else of 0; x float64."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    value = tl.load(x + place, mask=mask, other=0.0)
+    if FUNCTION == "exp64":
+        value = exp64(-tl.abs(value))
+    else:
+        value = log1p64(tl.where(value < 0.0, 0.0, value))
+    tl.store(y + place, value, mask=mask)
 
 
 def swiglu(gate, up, y, limit, count, CLAMP: tl.constexpr, BLOCK: tl.constexpr):

@@ -70,6 +70,29 @@ def test_swiglu(limit, rng):
     assert_same_bits(found, reference.canonical(reference.swiglu32(gate, up, limit)))
 
 
+def test_the_f64_functions(rng):
+    """Compared before their rounding to float32, which hides most of their bits."""
+    x = torch.rand(COUNT // 4, generator=rng, dtype=torch.float64)
+    x = torch.cat([x, x * 2.0**-30, torch.tensor([0.0, 1.0, 0.5, 1e-300], dtype=torch.float64)])
+    x = torch.cat([x, -x * 700, torch.tensor([float("nan"), -0.0, -700.0], dtype=torch.float64)])
+    for name, expected in (("exp64", reference.exp64(-x.abs())), ("log1p64", log1p64(x))):
+        found = launch(kernels.wide, x, y=torch.empty_like(x), FUNCTION=name)
+        assert_same_bits(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert found.isnan().tolist() == expected.isnan().tolist()
+
+
+def log1p64(x: Tensor) -> Tensor:
+    return reference.log1p64(x.clamp(min=0))
+
+
+def test_fma_does_not_round_through_float64():
+    """A product half way between two float32, and an addend that float64 would lose."""
+    half_way = torch.full((2,), 1 + 2.0**-12)
+    tiny = torch.tensor([2.0**-80, -(2.0**-80)])
+    found = launch(kernels.fused, half_way, half_way, tiny, y=torch.empty(2))
+    assert found.tolist() == [1 + 2.0**-11 + 2.0**-23, 1 + 2.0**-11]
+
+
 def test_fma_is_rounded_once(rng):
     """Addends that cancel the product but for its last bits, and every class."""
     a, b = every_class(rng), every_class(rng)

@@ -87,9 +87,11 @@ def test_equal_keys_go_to_the_lower_id():
     assert compare(logits, weights, 8)[0].tolist() == [list(range(8))] * 2
     keys = torch.full((1, 6), -INF)  # score 0; the bias is the key
     bias = torch.tensor([-0.0, 0.0, -1.0, -0.0, 0.0, 1.0])
-    assert compare(keys, RouterTensors(None, bias, None, CONFIGS[0]), 5)[0].tolist() == [
-        [5, 0, 1, 3, 4]
-    ]
+    tied = RouterTensors(None, bias, None, CONFIGS[0])
+    assert compare(keys, tied, 5)[0].tolist() == [[5, 0, 1, 3, 4]]
+    tied.bias = torch.tensor([-1e-45, 0.0, -1.0, 1e-45, -1e-40, 1.0])  # -0 and +0 as bf16
+    found = compare(keys, tied, 5, Numerics(router="bf16_ladder"))
+    assert found[0].tolist() == [[5, 0, 1, 3, 4]]
 
 
 def test_nan_keys_come_last_by_lower_id():
@@ -115,7 +117,7 @@ def test_hash_layers_take_the_tables_ids_even_repeated(config, rng):
 @pytest.mark.parametrize("wrong", [-1, 30, 2**40, -(2**63), 2**63 - 1])
 def test_an_id_outside_the_table_or_of_no_expert_is_absent(wrong, rng):
     """As on the CPU: id E, which the route table reports, weight 0, and nothing else changes."""
-    table = torch.randint(0, 12, (30, 3), generator=rng)
+    table = torch.randint(0, 12, (32, 3), generator=rng)[1:31]  # ids before it and after it
     weights = RouterTensors(None, None, table, CONFIGS[0])
     logits = torch.randn(4, 12, generator=rng)
     tokens = torch.tensor([4, 0, 29, 11])

@@ -123,7 +123,7 @@ def exp64(x):
     p = tl.full(x.shape, _EXP64[0], tl.float64)
     for i in tl.static_range(1, 14):
         p = p * r + _EXP64[i]
-    whole = shifted.to(tl.int64, bitcast=True) - _WHOLE64_BITS
+    whole = tl.maximum(shifted.to(tl.int64, bitcast=True) - _WHOLE64_BITS, -1000)
     return p * ((whole + 1023) << 52).to(tl.float64, bitcast=True)
 
 

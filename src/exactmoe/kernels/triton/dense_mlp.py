@@ -42,6 +42,7 @@ def dense_gate_up(
     DIVIDE_UP: tl.constexpr,
     CLAMP: tl.constexpr,
     GROUP: tl.constexpr,
+    PIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -52,7 +53,7 @@ def dense_gate_up(
     tokens = (x[0] + token * x[1], x[0])
     result, row, row_mask = gate_up_tile(
         gate, up, 0, block, tokens, token_mask, limit, rows, COLUMNS, SEGMENT,
-        FORMAT, False, DIVIDE_GATE, DIVIDE_UP, CLAMP, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+        FORMAT, False, DIVIDE_GATE, DIVIDE_UP, CLAMP, PIN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     pointers = h[0] + token[None, :] * h[1] + row[:, None]
     tl.store(pointers, round_bf16(result), mask=row_mask[:, None] & token_mask[None, :])
@@ -70,6 +71,7 @@ def dense_down(
     FORMAT: tl.constexpr,
     DIVIDE: tl.constexpr,
     GROUP: tl.constexpr,
+    PIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -80,7 +82,7 @@ def dense_down(
     tokens = (h[0] + token * h[1], h[0])
     result, row, row_mask = down_tile(
         weight, 0, block, tokens, token_mask, rows, COLUMNS, SEGMENT,
-        FORMAT, False, DIVIDE, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+        FORMAT, False, DIVIDE, PIN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     pointers = out[0] + token[None, :] * out[1] + row[:, None]
     tl.store(pointers, canonical(result), mask=row_mask[:, None] & token_mask[None, :])

@@ -25,6 +25,7 @@ def down_tile(
     FORMAT: tl.constexpr,
     SCALED: tl.constexpr,
     DIVIDE: tl.constexpr,
+    PIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -36,7 +37,7 @@ def down_tile(
     row_mask = (index < ROWS) & (row < rows)
     acc = project(
         weight_rows(weight, expert, row, FORMAT), row_mask, tokens, token_mask,
-        COLUMNS, SEGMENT, FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+        COLUMNS, SEGMENT, FORMAT, SCALED, PIN, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     return apply_factor(acc, weight, expert, FORMAT, DIVIDE), row, row_mask
 
@@ -56,6 +57,7 @@ def down(
     ROUND: tl.constexpr,
     BY_SLOT: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -76,7 +78,7 @@ def down(
     tokens = (h[0] + slot * h[1], h[2] + slot * h[3])
     result, row, row_mask = down_tile(
         weight, expert, tl.program_id(0), tokens, token_mask, rows, COLUMNS, COLUMNS,
-        FORMAT, SCALED, DIVIDE, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+        FORMAT, SCALED, DIVIDE, PIN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     pointers = out[0] + slot[None, :] * out[1] + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]

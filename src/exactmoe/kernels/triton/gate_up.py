@@ -43,6 +43,7 @@ def gate_up_tile(
     DIVIDE_GATE: tl.constexpr,
     DIVIDE_UP: tl.constexpr,
     CLAMP: tl.constexpr,
+    PIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -55,7 +56,7 @@ def gate_up_tile(
     row_mask = (index % HALF < ROWS) & (row < rows)
     acc = project(
         _pair_rows(gate, up, expert, row, index >= HALF, FORMAT), row_mask, tokens, token_mask,
-        COLUMNS, SEGMENT, FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+        COLUMNS, SEGMENT, FORMAT, SCALED, PIN, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     g, u = tl.split(acc.reshape(2, HALF, BLOCK_N).permute(1, 2, 0))
     g = apply_factor(g, gate, expert, FORMAT, DIVIDE_GATE)
@@ -85,6 +86,7 @@ def gate_up(
     CLAMP: tl.constexpr,
     BY_SLOT: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -106,7 +108,7 @@ def gate_up(
     tokens = (x[0] + token * x[1], x[2] + token * x[3])
     result, row, row_mask = gate_up_tile(
         gate, up, expert, tl.program_id(0), tokens, token_mask, limit, rows, COLUMNS, COLUMNS,
-        FORMAT, SCALED, DIVIDE_GATE, DIVIDE_UP, CLAMP, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+        FORMAT, SCALED, DIVIDE_GATE, DIVIDE_UP, CLAMP, PIN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     pointers = h[0] + slot[None, :] * h[1] + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]

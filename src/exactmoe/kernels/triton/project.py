@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from exactmoe.kernels.triton.functions import INTERPRETED, fma32
-from exactmoe.kernels.triton.unpack import e4m3_operand, fp4_operand
+from exactmoe.kernels.triton.unpack import e4m3_operand, fp4_operand, in_k_order
 
 _SCALE_ROWS = tl.constexpr(128)
 # What unpack.py left out of an NVFP4 operand.
@@ -52,6 +52,7 @@ def _weight_tile(
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     FORMAT: tl.constexpr,
+    PIN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """bfloat16 [M, BLOCK_K] from k on."""
@@ -65,13 +66,13 @@ def _weight_tile(
         block_mask = mask if EVEN else mask & (block < COLUMNS // BLOCK)
         codes = tl.load(code_pointers[:, None] + byte, mask=byte_mask, other=0)
         scales = tl.load(scale_pointers[:, None] + block, mask=block_mask, other=0)
-        tile = fp4_operand(codes, scales, exponent[:, None], FORMAT, BLOCK)
+        tile = in_k_order(fp4_operand(codes, scales, exponent[:, None], FORMAT, BLOCK), PIN)
     else:
         column = k + tl.arange(0, BLOCK_K)[None, :]
         column_mask = mask if EVEN else mask & (column < COLUMNS)
         tile = tl.load(code_pointers[:, None] + column, mask=column_mask, other=0)
         if FORMAT == "fp8":
-            tile = e4m3_operand(tile, False)
+            tile = in_k_order(e4m3_operand(tile, False), PIN)
     return tile
 
 
@@ -83,6 +84,7 @@ def _token_tile(
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
+    PIN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """bfloat16 [BLOCK_K, N] from k on: values, or (`a8`) the values of codes."""
@@ -91,7 +93,7 @@ def _token_tile(
     column_mask = mask if EVEN else mask & (column < COLUMNS)
     values = tl.load(pointers[None, :] + column, mask=column_mask, other=0)
     if SCALED:
-        values = e4m3_operand(values, True)
+        values = in_k_order(e4m3_operand(values, True), PIN)
     return values
 
 
@@ -114,6 +116,7 @@ def _chain(
     COLUMNS: tl.constexpr,
     SEGMENT: tl.constexpr,
     FORMAT: tl.constexpr,
+    PIN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -122,8 +125,8 @@ def _chain(
     EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(START, min(START + SEGMENT, COLUMNS), BLOCK_K):
-        w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, BLOCK_K)
-        x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, False, BLOCK_K)
+        w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, PIN, BLOCK_K)
+        x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, False, PIN, BLOCK_K)
         acc = _multiply(w, x, acc)
     return acc
 
@@ -139,6 +142,7 @@ def _chains_of_128(
     SEGMENT: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALED: tl.constexpr,
+    PIN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,8 +155,8 @@ def _chains_of_128(
     EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(START, min(START + SEGMENT, COLUMNS), BLOCK_K):
-        w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, BLOCK_K)
-        x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, SCALED, BLOCK_K)
+        w = _weight_tile(rows, row_mask, k, COLUMNS, EVEN, FORMAT, PIN, BLOCK_K)
+        x = _token_tile(tokens[0], token_mask, k, COLUMNS, EVEN, SCALED, PIN, BLOCK_K)
         chain = _multiply(w, x, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         group = k // BLOCK_K
         if SCALED:
@@ -173,6 +177,7 @@ def project(
     SEGMENT: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALED: tl.constexpr,
+    PIN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -188,12 +193,12 @@ def project(
         if SCALED or FORMAT == "fp8":
             acc = _chains_of_128(
                 rows, row_mask, tokens, token_mask, start, COLUMNS, SEGMENT,
-                FORMAT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+                FORMAT, SCALED, PIN, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             acc = _chain(
                 rows, row_mask, tokens, token_mask, start, COLUMNS, SEGMENT,
-                FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
+                FORMAT, PIN, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         # An addition would be folded into the matrix unit where a segment is one dot.
         total = acc if COLUMNS <= SEGMENT else fma32(acc, one, total)

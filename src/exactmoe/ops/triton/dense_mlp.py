@@ -1,6 +1,7 @@
 """dense_mlp: dense FFN and shared expert."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -28,8 +29,9 @@ def dense_mlp(
 
     backend: whose tiles it takes; the paths of a card share these kernels.
     """
-    chosen = tile(backend, architecture(x.device), "dense_mlp", x.shape[0], 1)
-    for launch in launches(x, weights, swiglu_limit, h, out, chosen):
+    name = architecture(x.device)
+    chosen = tile(backend, name, "dense_mlp", x.shape[0], 1)
+    for launch in launches(x, weights, swiglu_limit, h, out, chosen, name):
         launch.run()
 
 
@@ -40,6 +42,7 @@ def launches(
     h: Tensor,
     out: Tensor,
     tile: Tile,
+    architecture: str,
 ) -> tuple[Launch, Launch]:
     """gate_up and down with a given tile."""
     gate, up, down = weights
@@ -65,8 +68,17 @@ def launches(
         "rows": down.weight.rows,
     }
     return (
-        _launch(kernels.dense_gate_up, gate, first, constants, _pair_tile(tile, gate)),
-        _launch(kernels.dense_down, down, second, {"DIVIDE": down.divide}, _tile(tile, down)),
+        _launch(
+            kernels.dense_gate_up, gate, first, constants, _pair_tile(tile, gate), architecture
+        ),
+        _launch(
+            kernels.dense_down,
+            down,
+            second,
+            {"DIVIDE": down.divide},
+            _tile(tile, down),
+            architecture,
+        ),
     )
 
 
@@ -84,7 +96,12 @@ def _tile(tile: Tile, weight: TritonWeight) -> Tile:
 
 
 def _launch(
-    kernel: object, weight: TritonWeight, arguments: dict, constants: dict, tile: Tile
+    kernel: object,
+    weight: TritonWeight,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    tile: Tile,
+    architecture: str,
 ) -> Launch:
     columns = weight.weight.columns
     constants = constants | {
@@ -95,4 +112,4 @@ def _launch(
     }
     blocks = triton.cdiv(arguments["rows"], tile.rows)
     grid = (blocks * triton.cdiv(arguments["num_tokens"], tile.tokens),)
-    return Launch(kernel, grid, arguments, constants, tile)
+    return Launch(kernel, grid, arguments, constants, tile, architecture)

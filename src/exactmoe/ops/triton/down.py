@@ -18,24 +18,25 @@ def down(
 ) -> None:
     """h [S, I] -> slots [S, H] at their places, bfloat16 where numerics.slot says, else float32."""
     experts = down.weight.num_experts
-    chosen = tile("triton", architecture(slots.device), "down", slots.shape[0], experts)
-    launch(h, down, routes, numerics, slots, chosen).run()
+    name = architecture(slots.device)
+    chosen = tile("triton", name, "down", slots.shape[0], experts)
+    launch(h, down, routes, numerics.slot == "bf16", slots, chosen, name).run()
 
 
 def launch(
     h: Rows,
     down: TritonWeight,
     routes: RouteTable,
-    numerics: Numerics,
+    rounded: bool,
     slots: Tensor,
     tile: Tile,
+    architecture: str,
 ) -> Launch:
-    """The launch with a given tile."""
+    """The launch with a given tile. rounded: to bfloat16."""
     if h.scales is not None or down.format == "fp8":
         tile = chained(tile, projections=1)
     size, columns, experts = down.weight.rows, down.weight.columns, down.weight.num_experts
     tiles, found_by = expert_grid(slots.shape[0], experts, tile)
-    rounded = numerics.slot == "bf16"
     arguments = {
         "h": row_arguments(h),
         "weight": down.arguments,
@@ -52,4 +53,4 @@ def launch(
         "ROUND": rounded,
     }
     grid = (triton.cdiv(size, tile.rows), tiles)
-    return Launch(kernels.down, grid, arguments, constants | found_by, tile)
+    return Launch(kernels.down, grid, arguments, constants | found_by, tile, architecture)

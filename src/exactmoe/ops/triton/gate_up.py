@@ -24,21 +24,26 @@ def gate_up(
 ) -> None:
     """rows [T, H] -> h [S, I] in place: `a16` bfloat16; `a8` float32, times weights [T, K]."""
     experts = gate_up[0].weight.num_experts
-    chosen = tile("triton", architecture(h.device), "gate_up", h.shape[0], experts)
-    launch(rows, gate_up, routes, weights, swiglu_limit, h, chosen).run()
+    name = architecture(h.device)
+    chosen = tile("triton", name, "gate_up", h.shape[0], experts)
+    launch(rows, gate_up, routes, (weights, swiglu_limit), h, chosen, name).run()
 
 
 def launch(
     rows: Rows,
     gate_up: tuple[TritonWeight, TritonWeight],
     routes: RouteTable,
-    weights: Tensor | None,
-    swiglu_limit: float | None,
+    activation: tuple[Tensor | None, float | None],
     h: Tensor,
     tile: Tile,
+    architecture: str,
 ) -> Launch:
-    """The launch with a given tile; its rows of both projections are one operand."""
+    """The launch with a given tile; its rows of both projections are one operand.
+
+    activation: (weights, swiglu_limit).
+    """
     gate, up = gate_up
+    weights, swiglu_limit = activation
     if rows.scales is not None or gate.format == "fp8":
         tile = chained(tile, projections=2)
     tile = replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
@@ -65,4 +70,4 @@ def launch(
         "CLAMP": swiglu_limit is not None,
     }
     grid = (triton.cdiv(size, tile.rows), tiles)
-    return Launch(kernels.gate_up, grid, arguments, constants | found_by, tile)
+    return Launch(kernels.gate_up, grid, arguments, constants | found_by, tile, architecture)

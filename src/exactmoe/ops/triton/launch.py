@@ -8,11 +8,15 @@ import torch
 import triton
 
 from exactmoe.formats.rows import Rows
-from exactmoe.plan.architectures import architecture_name
+from exactmoe.plan.architectures import ARCHITECTURES, architecture_name
 from exactmoe.plan.tiles import Tile
 
 # AMD's compiler would choose 32 x 32 instructions for wide tiles: other bits.
 _AMD_OPTIONS = {"matrix_instr_nonkdim": 16}
+# Where k would not ascend by itself: kernels/triton/unpack.py, in_k_order.
+_MMA_SYNC = tuple(
+    name for name, row in ARCHITECTURES.items() if row.instruction.startswith("mma.sync")
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Launch:
         arguments: by name: tensors, numbers, tuples of them.
         constants: by name: constexpr arguments that are not the tile's.
         tile: rows, tokens and k of a program.
+        architecture: exact, of the device; "cpu" where kernels are interpreted.
     """
 
     kernel: Any
@@ -32,11 +37,13 @@ class Launch:
     arguments: dict[str, Any]
     constants: dict[str, Any]
     tile: Tile
+    architecture: str
 
     @property
     def all_constants(self) -> dict[str, Any]:
-        """The constexpr arguments by name, those of the tile included."""
+        """The constexpr arguments by name, those of tile and architecture included."""
         tile = {
+            "PIN": self.architecture in _MMA_SYNC,
             "ROWS": self.tile.rows,
             "BLOCK_M": self.tile.matrix_rows,
             "BLOCK_N": self.tile.tokens,
@@ -44,22 +51,21 @@ class Launch:
         }
         return self.constants | tile
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's; the contract forbids that it fuses anything."""
+        settings = {
+            "num_warps": self.tile.warps,
+            "num_stages": self.tile.stages,
+            "enable_fp_fusion": False,
+        }
+        return settings | _AMD_OPTIONS if self.architecture.startswith("gfx") else settings
+
     def run(self) -> None:
         """Queues it on the current stream of the current device."""
         if 0 in self.grid:
             return
-        settings = options(self.tile, hip=torch.version.hip is not None)
-        self.kernel[self.grid](**self.arguments, **self.all_constants, **settings)
-
-
-def options(tile: Tile, hip: bool) -> dict[str, Any]:
-    """The compiler's options of a launch; the contract forbids that it fuses anything."""
-    settings = {
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        "enable_fp_fusion": False,
-    }
-    return settings | _AMD_OPTIONS if hip else settings
+        self.kernel[self.grid](**self.arguments, **self.all_constants, **self.options)
 
 
 def chained(tile: Tile, projections: int) -> Tile:

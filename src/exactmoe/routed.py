@@ -50,7 +50,10 @@ def _run(
     path.route_table(ids, layer.config.num_experts, table)
     launches = _launches(layer, space, table)
 
-    rows, h = Rows(x, None), space.rows("h", num_slots)
+    store = path.storage
+    count = num_slots if a8 else store.rows_of_h(num_slots, layer.config.num_experts)
+    packed = space.rows("packed_x", count) if store.packed else None
+    rows, h = Rows(x, None, packed), space.rows("h", count)
     if a8:
         rows = path.quantize(x, _scaled(space, "x", x.shape[0]))
     for routes in launches:
@@ -74,8 +77,7 @@ def _launches(layer: "MoELayer", space: Space, table: RouteTable) -> list[RouteT
     bounds = table.offsets.tolist()
     pairs = [(low, high) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
     return [
-        RouteTable(table.offsets.clamp(low, high) - low, table.slots[low:], table.fault)
-        for low, high in pairs
+        RouteTable(table.offsets.clamp(low, high), table.slots, table.fault) for low, high in pairs
     ]
 
 

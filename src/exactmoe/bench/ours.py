@@ -84,7 +84,9 @@ class Presorted:
         tokens, slots, region = ids.shape[0], ids.numel(), self.scratch.regions
         a8 = numerics.activation == "a8"
         gate, up, down = self.layer.bank.prepared_for(path)
-        rows, h = Rows(self.x, None), region["h"][:slots]
+        count = slots if a8 else path.storage.rows_of_h(slots, config.num_experts)
+        packed = region["packed_x"][:count] if path.storage.packed else None
+        rows, h = Rows(self.x, None, packed), region["h"][:count]
         if a8:
             codes = Rows(region["x_codes"][:tokens], region["x_scales"][:tokens])
             rows = path.quantize(self.x, codes)

@@ -12,7 +12,9 @@ class Rows:
     Attributes:
         values: float32 [T, K]; each value is exactly a bf16 (`a16`) or exactly an e4m3 (`a8`).
         scales: float32 [T, K // 128], powers of two (`a8`); None in `a16`.
+        packed: scratch for the rows in the packed order of a path that has one (ops/path.py).
     """
 
     values: Tensor
     scales: Tensor | None
+    packed: Tensor | None = None

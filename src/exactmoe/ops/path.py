@@ -29,6 +29,8 @@ class Storage:
         router_parts: the most tokens whose logits are summed in 16 separate segments, float32
             [16, T, E] of scratch; 0: the path needs none.
         layout: order of the bytes of routed experts, "canonical" or "fragment" (bank/layout.py).
+        packed: h of routed experts in `a16`, and x for wide tiles, lie in eights of rows of one
+            expert as the matrix units want them (kernels/cuda/experts.cu).
     """
 
     x: torch.dtype
@@ -39,6 +41,11 @@ class Storage:
     reads_given: bool = False
     router_parts: int = 0
     layout: str = CANONICAL
+    packed: bool = False
+
+    def rows_of_h(self, num_slots: int, num_experts: int) -> int:
+        """Rows of h for S slots in `a16`; when packed, each expert begins a new eight."""
+        return 8 * (num_slots // 8 + num_experts) if self.packed else num_slots
 
 
 # Values of bf16 and e4m3 held as float32: what the CPU multiplies.

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from exactmoe import ops
-from exactmoe.bank import arranged, layout
+from exactmoe.bank import arranged
 from exactmoe.formats import PackedWeight
+from exactmoe.formats import fragment as layout
 from exactmoe.ops.cpu_path import CpuPath
 
 # The package gives the function of this name.

@@ -1,7 +1,7 @@
 """ArrangedModule: packed weights whose bytes may be in the order of a kernel, in place.
 
-Canonical order is the checkpoint's. Fragment order (bank/layout.py) is what the fast path of a GPU
-reads: the same shapes, dtypes and sizes, other bytes. There is never a second copy of all weights:
+Canonical order is the checkpoint's. Fragment order (formats/fragment.py) is what the fast path of a
+GPU reads: the same shapes, dtypes and sizes, other bytes. There is never a second copy of all weights:
 what leaves the module (a state dict, a pickle, a copy, `packed`) is converted on its way.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exactmoe.bank import layout
 from exactmoe.bank.module import ExactModule
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats import PackedWeight
+from exactmoe.formats import fragment as layout
 from exactmoe.ops import CANONICAL, FRAGMENT, Path
 from exactmoe.runtime import workspace
 from exactmoe.runtime.devices import capturing, current

@@ -28,7 +28,8 @@ class Storage:
             are contiguous; else all of them are copied into the workspace.
         router_parts: the most tokens whose logits are summed in 16 separate segments, float32
             [16, T, E] of scratch; 0: the path needs none.
-        layout: order of the bytes of routed experts, "canonical" or "fragment" (bank/layout.py).
+        layout: order of the bytes of routed experts, "canonical" or "fragment"
+            (formats/fragment.py).
         packed: h of routed experts in `a16`, and x for wide tiles, lie in eights of rows of one
             expert as the matrix units want them (kernels/cuda/experts.cu).
     """
@@ -95,9 +96,7 @@ class Path(Protocol):
     def prepare(self, weight: PackedWeight) -> Any:
         """What this path needs to read a packed weight; shares its memory.
 
-        A path of fragment layout is called while the bytes are canonical, so that it can read
-        block scales and codes together (p of MXFP4); its result must stay valid when the bytes are
-        then put in fragment order in place.
+        A path of fragment layout is given the bytes in fragment order.
         """
 
     def quantize(self, values: Tensor, out: Rows) -> Rows:

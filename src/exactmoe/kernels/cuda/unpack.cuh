@@ -1,7 +1,7 @@
 // Packed words to matrix operands (bf16 pairs), exactly.
 //
 // A word holds 2 x 4 codes of one weight row: the codes that one lane needs in two steps of 16 along
-// k. bank/layout.py places the bits so that a shift and a mask bring a pair of codes to where bf16
+// k. formats/fragment.py places the bits so that a shift and a mask bring a pair of codes to where bf16
 // has its sign (bit 15) and, as the number code x 2^-126, its magnitude (bits 8..6). One bf16
 // multiply by scale x 2^118 then gives code x scale x 2^-8 exactly; the epilogue undoes the 2^-8.
 //
@@ -22,7 +22,7 @@ __device__ __forceinline__ void unpack(u32 word, u32 (&pairs)[4]) {
 // one multiply-add decode two of them.
 #if FORMAT_NVFP4
 constexpr u32 SCALE_BYTES = 8;      // of one row, of 128 along k
-// bank/layout.py writes an e4m3 scale as 5 bits of exponent (9 = 2^0) and 3 of mantissa; zero is
+// formats/fragment.py writes an e4m3 scale as 5 bits of exponent (9 = 2^0) and 3 of mantissa; zero is
 // 0xFF, whose product with any code is a zero.
 struct Scales {
     u32 words[2];

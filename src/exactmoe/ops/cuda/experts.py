@@ -91,7 +91,8 @@ def _packed(rows: Rows, routes: RouteTable, gate: CudaWeight, top_k: int) -> Ten
     """The rows of x in packed order, in the call's scratch."""
     if rows.packed is None:
         raise Unsupported(f"a tile wider than {WIDEST_GATHER} tokens needs scratch for packed rows")
-    arguments = [pointer(t) for t in (routes.offsets, routes.slots, rows.values, rows.packed)]
+    tensors = (routes.offsets, routes.slots, rows.values, rows.packed)
+    arguments: list[Any] = [pointer(t) for t in tensors]
     arguments += [ctypes.c_uint32(gate.columns), ctypes.c_uint32(top_k)]
     grid = (gate.num_experts, min(_PACKERS, routes.slots.shape[0]), _PACK_THREADS)
     _queue(kernel(Pack()), rows.packed, grid, arguments, True)
@@ -115,7 +116,7 @@ def _launch(
         geometry.top_k,
         geometry.divide,
     )
-    arguments = [
+    arguments: list[Any] = [
         *(pointer(t) for w in weights for t in (w.codes, w.scales, w.factors)),
         *(pointer(t) for t in (routes.offsets, routes.slots, *tensors)),
         *(ctypes.c_uint32(number) for number in numbers),

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from exactmoe.bank.layout import unsupported
 from exactmoe.errors import Unsupported
-from exactmoe.formats import PackedWeight, exponent_range
+from exactmoe.formats import PackedWeight
+from exactmoe.formats.fragment import largest_exponents, unsupported
 from exactmoe.formats.scales import power_of_two
 
 
 @dataclass(frozen=True, eq=False)
 class CudaWeight:
-    """A packed weight [E, N, K] whose bytes will be in fragment order, and its epilogue.
+    """A packed weight [E, N, K] in fragment order, and its epilogue.
 
     Attributes:
         format: "nvfp4" or "mxfp4".
@@ -42,7 +42,7 @@ class CudaWeight:
 
 
 def prepare(weight: PackedWeight) -> CudaWeight:
-    """A view of a weight whose bytes are canonical now, and in fragment order when it is read.
+    """A view of a weight whose bytes are in fragment order.
 
     Raises:
         Unsupported: the format or a size has no fragment order.
@@ -52,6 +52,6 @@ def prepare(weight: PackedWeight) -> CudaWeight:
         raise Unsupported(f"the cuda path cannot read this weight: {reason}")
     factors = weight.global_scale
     if factors is None:
-        factors = power_of_two(exponent_range(weight)[1])
+        factors = power_of_two(largest_exponents(weight))
     divide = weight.global_scale is not None and weight.global_scale_op == "divide"
     return CudaWeight(weight.format, weight.codes, weight.scales, factors.contiguous(), divide)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exactmoe.errors import Unsupported
-from exactmoe.formats import BLOCK, PackedWeight
+from exactmoe.formats.packed import BLOCK, PackedWeight
 from exactmoe.formats.scales import E8M0_BIAS
 
 PANEL = 128
@@ -26,6 +26,8 @@ _PIECE_BYTES = 32 << 20
 # lie. The high code's lie 16 bits above, modulo 32.
 _SIGN = (9, 13, 19, 15)
 _MAGNITUDE = ((2, 1, 0), (6, 5, 4), (12, 11, 10), (8, 7, 14))
+# All bits of a word that belong to magnitudes.
+_MAGNITUDES = 0x5DF75DF7
 # A scale byte that no checkpoint may have.
 _ABSENT = 0xFF
 
@@ -77,6 +79,24 @@ def from_fragment(weight: PackedWeight) -> PackedWeight:
         target.copy_(_codes_to_canonical(source))
         target_scales.copy_(_scales_to_canonical(weight.format, target, source_scales))
     return replace(weight, codes=codes, scales=scales)
+
+
+def largest_exponents(weight: PackedWeight) -> Tensor:
+    """p of each expert of an MXFP4 weight in fragment order, int32 [E] (contract section 2); 0 for
+    an expert of zeros.
+    """
+    _require(weight)
+    found = []
+    for codes, scales in _pieces(weight):
+        experts, rows, row_bytes = codes.shape
+        words = codes.contiguous().view(torch.int32)
+        # expert, (panel, chunk, group), row, c, word; a word and the four c are a block of 32.
+        words = words.view(experts, rows * row_bytes // (8 * 64), 8, 4, 4)
+        nonzero = ((words & _MAGNITUDES) != 0).any(3)
+        exponents = scales.contiguous().view(experts, -1, 8, 4).int() - E8M0_BIAS
+        counted = torch.where(nonzero, exponents, -1000).flatten(1).amax(1)
+        found.append(torch.where(counted == -1000, 0, counted))
+    return torch.cat(found).int()
 
 
 def _require(weight: PackedWeight) -> None:

@@ -21,7 +21,7 @@ def layer_of(problem, rng, numerics="a16"):
 @pytest.mark.parametrize("numerics", ["a16", "a8"])
 def test_presorted_has_the_bytes_of_the_layer(problem, selections, rng, numerics):
     layer = layer_of(problem, rng, numerics)
-    scratch = ours.Scratch.of(layer, 9)
+    scratch = ours.Scratch(layer, 9)
     for selection in [selections[0], selections[1].first(1), selections[2].first(4)]:
         expected = layer.experts(selection.x, selection.expert_ids, selection.weights)
         call = ours.Presorted(layer, selection, scratch)

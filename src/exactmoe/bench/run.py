@@ -131,7 +131,7 @@ class Bench:
         if not asked:
             return
         self.say("verifying bytes")
-        scratch = ours.Scratch.of(layer, max(settings.widths))
+        scratch = ours.Scratch(layer, max(settings.widths))
         makers: dict[str, Make] = {
             EXPERTS: lambda selection: ours.Presorted(layer, selection, scratch),
             SORT: lambda selection: ours.with_sort(layer, selection),

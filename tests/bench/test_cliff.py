@@ -10,9 +10,10 @@ def point(tokens, us, distinct, part=EXPERTS, what=OURS):
 
 
 def test_widths_around_tiles():
-    widths = cliff_widths((8, 64))
+    widths = cliff_widths(lambda width: (width >= 8, width > 64), widest=100)
     assert widths[:17] == tuple(range(1, 18))
     assert widths[17:] == (63, 64, 65, 66)
+    assert cliff_widths(lambda width: width > 64, widest=65) == tuple(range(1, 18))
 
 
 def test_one_token_more():

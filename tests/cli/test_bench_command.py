@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from exactmoe.cli import bench as command
+from exactmoe.plan import tile
 
 FAST = ("--device", "cpu", "--shape", "256,128,8,2", "--seconds", "0.001")
 
@@ -104,6 +105,9 @@ def test_defaults_follow_the_device(monkeypatch):
     settings = command.What().settings(seed=0)
     assert settings.shape.name == "glm" and settings.peers == ("all",)
     assert settings.widths == (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+    monkeypatch.setattr(command, "architecture_name", lambda device: "sm_90")
     settings = command.What(cliff=True, shape="deepseek").settings(seed=0)
     assert settings.format == "mxfp4" and settings.peers == ("none",)
-    assert settings.parts == ("experts",) and {1, 17, 63, 64, 65} <= set(settings.widths)
+    assert settings.parts == ("experts",) and set(range(1, 18)) < set(settings.widths)
+    tiles = [tile("cuda", "sm_90", "down", width * 6, 256) for width in settings.widths]
+    assert len(set(tiles)) > 3

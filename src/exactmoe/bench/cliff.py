@@ -1,6 +1,6 @@
 """No cliff: one token more may cost what its new experts cost, and a little."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from exactmoe.bench.record import EXPERTS, OURS, Record
@@ -10,9 +10,10 @@ UNION_LIMIT = 1.15
 UNION_WIDTHS = range(2, 9)
 
 
-def cliff_widths(tiles: Sequence[int]) -> tuple[int, ...]:
-    """1 to 17, and the widths around each tile."""
-    around = {tile + step for tile in tiles for step in (-1, 0, 1, 2)}
+def cliff_widths(tile_of: Callable[[int], Hashable], widest: int) -> tuple[int, ...]:
+    """1 to 17, and up to `widest` the widths around each at which another tile is chosen."""
+    borders = [w for w in range(2, widest) if tile_of(w) != tile_of(w - 1)]
+    around = {border + step for border in borders for step in (-2, -1, 0, 1)}
     return tuple(sorted({*range(1, 18), *(width for width in around if width > 0)}))
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,7 +15,8 @@ from exactmoe.bench import Record, Settings
 from exactmoe.cli import options
 from exactmoe.cli.output import console, print_json, status
 from exactmoe.errors import ConfigError
-from exactmoe.plan.tiles import offered
+from exactmoe.plan import architecture_name, tile
+from exactmoe.plan.tiles import TILES
 from exactmoe.proof import fingerprint
 
 WIDTHS = {"cuda": (1, 2, 4, 8, 16, 64, 256, 1024, 4096), "cpu": (1, 2, 4, 8, 16, 64)}
@@ -62,7 +63,7 @@ class What(options.Common):
             raise ConfigError(f"--format is {format!r}; allowed: {', '.join(bench.FORMATS)}")
         widths: tuple[int, ...] = WIDTHS[device.type]
         if self.cliff:
-            widths = bench.cliff_widths(offered("cuda") if device.type == "cuda" else ())
+            widths = bench.cliff_widths(_tiles(shape, device), max(WIDTHS[device.type]))
         if self.widths is not None:
             widths = options.integers("--widths", self.widths)
         peers = self.peers or ("all" if device.type == "cuda" and not self.cliff else "none")
@@ -150,6 +151,20 @@ def show(what: What, measured: bench.Bench, records: list[Record]) -> None:
         typer.echo(f"{len(found)} steps, {cliffs} cliffs")
     typer.echo(str(measured.layer.plan()))
     typer.echo("\n".join(f"{name}: {value}" for name, value in same.items()))
+
+
+def _tiles(shape: bench.Shape, device: torch.device) -> Callable[[int], Hashable]:
+    """The tiles that all our paths of a card would take for a width; a CPU has none."""
+    if device.type == "cpu":
+        return lambda width: None
+    name, experts = architecture_name(device), shape.num_experts
+
+    def of(width: int) -> Hashable:
+        slots = width * shape.top_k
+        kinds = ((backend, op) for backend in TILES for op in ("gate_up", "down"))
+        return tuple(tile(backend, name, op, slots, experts) for backend, op in kinds)
+
+    return of
 
 
 def _device(name: str | None) -> torch.device:

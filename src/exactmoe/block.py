@@ -15,8 +15,8 @@ from exactmoe import env, ops
 from exactmoe.bank import ExactModule
 from exactmoe.config import Limits
 from exactmoe.errors import Unsupported
-from exactmoe.ops import DECODED, DEVICE, Path, Storage
-from exactmoe.plan import Plan, backends
+from exactmoe.ops import DECODED, DEVICE, PACKED, Path, Storage
+from exactmoe.plan import Plan, architecture_of, backends
 from exactmoe.runtime import notes, workspace
 from exactmoe.runtime.devices import capturing, current
 from exactmoe.runtime.workspace import Arena, Region, total_bytes
@@ -168,7 +168,7 @@ class Block(ExactModule):
 def _storages(device: torch.device) -> tuple[Storage, ...]:
     """Of all backends that a layer on this device may take from call to call."""
     if device.type == "cuda":
-        return (DEVICE,)
+        return (DEVICE, PACKED) if "cuda" in architecture_of(device).backends else (DEVICE,)
     return (DECODED, DEVICE) if "triton" in backends(device) else (DECODED,)
 
 

@@ -76,8 +76,11 @@ def _launches(layer: "MoELayer", space: Space, table: RouteTable) -> list[RouteT
         raise Unsupported("EXACTMOE_HOST_LOOP is on, which no CUDA graph can hold; allowed: off")
     bounds = table.offsets.tolist()
     pairs = [(low, high) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+    if space.path.storage.packed:  # an expert's place in packed rows is where all slots put it
+        return [RouteTable(table.offsets.clamp(*pair), table.slots, table.fault) for pair in pairs]
     return [
-        RouteTable(table.offsets.clamp(low, high), table.slots, table.fault) for low, high in pairs
+        RouteTable(table.offsets.clamp(low, high) - low, table.slots[low:], table.fault)
+        for low, high in pairs
     ]
 
 

@@ -6,7 +6,7 @@ What a path needs is imported when it is first asked for: triton and CUDA's bind
 import importlib
 from functools import cache
 
-from exactmoe.ops.path import CANONICAL, DECODED, DEVICE, FRAGMENT, Path, Storage
+from exactmoe.ops.path import CANONICAL, DECODED, DEVICE, FRAGMENT, PACKED, Path, Storage
 
 _PATHS = {
     "cpu": ("exactmoe.ops.cpu_path", "CpuPath"),
@@ -23,4 +23,4 @@ def path(name: str) -> Path:
     return getattr(importlib.import_module(module), kind)()  # type: ignore[no-any-return]
 
 
-__all__ = ["CANONICAL", "DECODED", "DEVICE", "FRAGMENT", "Path", "Storage", "path"]
+__all__ = ["CANONICAL", "DECODED", "DEVICE", "FRAGMENT", "PACKED", "Path", "Storage", "path"]

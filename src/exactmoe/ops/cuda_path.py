@@ -2,8 +2,6 @@
 for all else. Same bits as the Triton path there.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.ops.cuda import experts
 from exactmoe.ops.cuda.prepare import CudaWeight, prepare
-from exactmoe.ops.path import DEVICE, FRAGMENT
+from exactmoe.ops.path import PACKED
 from exactmoe.ops.triton_path import TritonPath
 from exactmoe.runtime.routes import RouteTable
 
@@ -21,7 +19,7 @@ class CudaPath(TritonPath):
     """Routed experts NVFP4 and MXFP4 in class `a16`; see ops/path.py for the shapes."""
 
     name = "cuda"
-    storage = replace(DEVICE, layout=FRAGMENT, packed=True)
+    storage = PACKED
     prepare = staticmethod(prepare)  # type: ignore[assignment]
 
     def __init__(self) -> None:

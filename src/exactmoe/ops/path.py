@@ -1,6 +1,6 @@
 """Path: the ops that a layer calls, one set a backend. All paths of a device give the same bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +67,8 @@ DEVICE = Storage(
     reads_given=True,
     router_parts=64,
 )
+# As the fast path of sm_90 reads routed experts.
+PACKED = replace(DEVICE, layout=FRAGMENT, packed=True)
 
 
 class RouterWeights(Protocol):

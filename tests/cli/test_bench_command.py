@@ -68,6 +68,7 @@ def test_what_was_measured_is_kept_at_ctrl_c(run, tmp_path, monkeypatch):
     out = tmp_path / "a.csv"
     result = run("bench", *FAST, "--widths", "1", "--csv", out)
     assert result.exit_code == 130
+    assert "| exactmoe, experts" in result.stdout
     assert len(out.read_text(encoding="utf-8").splitlines()) == 2
 
 

@@ -103,6 +103,10 @@ def command(
             same = described(measured)
             for record in measured.records():
                 records.append(record)
+    except KeyboardInterrupt:
+        if records:
+            show(what, measured, records)
+        raise
     finally:
         # What was measured is kept, whatever ended the run.
         if csv is not None and records:

@@ -64,11 +64,13 @@ def down(
     BLOCK_K: tl.constexpr,
 ):
     """h (values, their row stride, scales, theirs), routes (offsets, slots), out (values, row
-    stride). ROUND: to bfloat16. Grid: (row blocks, token tiles).
+    stride). ROUND: to bfloat16. Grid: token tiles x row blocks.
     """
     offsets, slots = routes
+    row_blocks = tl.cdiv(rows, ROWS)
+    block = tl.program_id(0) % row_blocks
     expert, first, end = find_tile(
-        offsets, tl.program_id(1), num_experts, BY_SLOT, BLOCK_E, BLOCK_N
+        offsets, tl.program_id(0) // row_blocks, num_experts, BY_SLOT, BLOCK_E, BLOCK_N
     )
     if first >= end:
         return
@@ -77,7 +79,7 @@ def down(
     slot = tl.load(slots + place, mask=token_mask, other=0).to(tl.int64)
     tokens = (h[0] + slot * h[1], h[2] + slot * h[3])
     result, row, row_mask = down_tile(
-        weight, expert, tl.program_id(0), tokens, token_mask, rows, COLUMNS, COLUMNS,
+        weight, expert, block, tokens, token_mask, rows, COLUMNS, COLUMNS,
         FORMAT, SCALED, DIVIDE, PIN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     pointers = out[0] + slot[None, :] * out[1] + row[:, None]

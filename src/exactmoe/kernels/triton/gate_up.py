@@ -93,11 +93,13 @@ def gate_up(
     BLOCK_K: tl.constexpr,
 ):
     """x (values, their row stride, scales, theirs), routes (offsets, slots), weights float32 [S], h
-    (values, row stride). Grid: (row blocks, token tiles).
+    (values, row stride). Grid: token tiles x row blocks.
     """
     offsets, slots = routes
+    row_blocks = tl.cdiv(rows, ROWS)
+    block = tl.program_id(0) % row_blocks
     expert, first, end = find_tile(
-        offsets, tl.program_id(1), num_experts, BY_SLOT, BLOCK_E, BLOCK_N
+        offsets, tl.program_id(0) // row_blocks, num_experts, BY_SLOT, BLOCK_E, BLOCK_N
     )
     if first >= end:
         return
@@ -107,7 +109,7 @@ def gate_up(
     token = slot // top_k
     tokens = (x[0] + token * x[1], x[2] + token * x[3])
     result, row, row_mask = gate_up_tile(
-        gate, up, expert, tl.program_id(0), tokens, token_mask, limit, rows, COLUMNS, COLUMNS,
+        gate, up, expert, block, tokens, token_mask, limit, rows, COLUMNS, COLUMNS,
         FORMAT, SCALED, DIVIDE_GATE, DIVIDE_UP, CLAMP, PIN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     pointers = h[0] + slot[None, :] * h[1] + row[:, None]

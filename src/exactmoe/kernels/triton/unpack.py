@@ -81,7 +81,7 @@ def _block_factor(scale, exponent, FORMAT: tl.constexpr):
 
 @triton.jit
 def fp4_operand(codes, scales, exponent, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    """codes uint8 [M, K / 2], scales uint8 [M, K / BLOCK], exponent int32 [M, 1] -> operand [M, K]."""
+    """codes uint8 [M, K / 2], scales uint8 [M, K / BLOCK], exponent [M, 1] -> bfloat16 [M, K]."""
     M: tl.constexpr = codes.shape[0]
     BYTES: tl.constexpr = codes.shape[1]
     HALF: tl.constexpr = BLOCK // 2

@@ -1,6 +1,6 @@
 """Which expert, which of its slots: the work of a program, found from offsets on the device.
 
-The grid is min(S, S // N + E) token tiles whatever the routing (ops/triton/tile.py). With as many
+The grid is min(S, S // N + E) token tiles whatever the routing (ops/triton/launch.py). With as many
 programs as slots, program s is its expert's tile if slot s begins one; otherwise expert e owns the
 programs from offsets[e] // N + e on, which are at least as many as its tiles. The rest are holes.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 def find_tile(
     offsets, index, num_experts, BY_SLOT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """(expert int64, first sorted slot, end of the expert's slots) of tile `index`.
+    """(expert int64, first sorted slot, end of the expert's slots) of token tile `index`.
 
     A hole has first >= end. offsets int32 [E + 1].
     """

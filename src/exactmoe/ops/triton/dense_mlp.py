@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from exactmoe.kernels.triton import dense_mlp as kernels
-from exactmoe.ops.triton.launch import Launch, architecture, chained
+from exactmoe.ops.triton.launch import Launch, architecture, chained, require_one_format
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.plan.tiles import Tile, tile
 
@@ -44,8 +44,13 @@ def launches(
     tile: Tile,
     architecture: str,
 ) -> tuple[Launch, Launch]:
-    """gate_up and down with a given tile."""
+    """gate_up and down with a given tile.
+
+    Raises:
+        Unsupported: gate and up have different formats.
+    """
     gate, up, down = weights
+    require_one_format(gate, up)
     first = {
         "x": (x, x.stride(0)),
         "gate": gate.arguments,

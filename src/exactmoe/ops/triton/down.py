@@ -52,5 +52,5 @@ def launch(
         "DIVIDE": down.divide,
         "ROUND": rounded,
     }
-    grid = (triton.cdiv(size, tile.rows), tiles)
+    grid = (tiles * triton.cdiv(size, tile.rows),)
     return Launch(kernels.down, grid, arguments, constants | found_by, tile, architecture)

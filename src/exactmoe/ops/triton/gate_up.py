@@ -8,7 +8,14 @@ from torch import Tensor
 
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.triton import gate_up as kernels
-from exactmoe.ops.triton.launch import Launch, architecture, chained, expert_grid, row_arguments
+from exactmoe.ops.triton.launch import (
+    Launch,
+    architecture,
+    chained,
+    expert_grid,
+    require_one_format,
+    row_arguments,
+)
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.plan.tiles import Tile, tile
 from exactmoe.runtime.routes import RouteTable
@@ -41,8 +48,12 @@ def launch(
     """The launch with a given tile; its rows of both projections are one operand.
 
     activation: (weights, swiglu_limit).
+
+    Raises:
+        Unsupported: gate and up have different formats.
     """
     gate, up = gate_up
+    require_one_format(gate, up)
     weights, swiglu_limit = activation
     if rows.scales is not None or gate.format == "fp8":
         tile = chained(tile, projections=2)
@@ -69,5 +80,5 @@ def launch(
         "DIVIDE_UP": up.divide,
         "CLAMP": swiglu_limit is not None,
     }
-    grid = (triton.cdiv(size, tile.rows), tiles)
+    grid = (tiles * triton.cdiv(size, tile.rows),)
     return Launch(kernels.gate_up, grid, arguments, constants | found_by, tile, architecture)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import triton
 
+from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
+from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.plan.architectures import ARCHITECTURES, architecture_name
 from exactmoe.plan.tiles import Tile
 
@@ -66,6 +68,14 @@ class Launch:
         if 0 in self.grid:
             return
         self.kernel[self.grid](**self.arguments, **self.all_constants, **self.options)
+
+
+def require_one_format(gate: TritonWeight, up: TritonWeight) -> None:
+    """Unsupported unless gate and up, which share a tile, have one format."""
+    if gate.format != up.format:
+        raise Unsupported(
+            f"gate is {gate.format} and up is {up.format}; allowed: one format for both"
+        )
 
 
 def chained(tile: Tile, projections: int) -> Tile:

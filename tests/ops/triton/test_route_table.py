@@ -63,3 +63,4 @@ def test_a_fault_stays_and_only_an_id_beyond_the_last_expert_sets_it():
     route_table(torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=DEVICE), 4, routes)
     assert routes.fault.tolist() == [1]
     assert build(torch.tensor([[3, small]], dtype=torch.int32), 4).fault.tolist() == [0]
+    assert build(torch.tensor([[3, 4]], dtype=torch.int32), 4).fault.tolist() == [1]

@@ -6,7 +6,7 @@ are read once: the narrowest that holds the rows of an expert, mean plus two sta
 uniform routing; else the widest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
 
@@ -58,18 +58,39 @@ class TileChoice:
 # Backend -> op -> tiles by ascending tokens. kernels/cuda/experts.cu fills shared memory with its
 # ring; the others are kernels/triton.
 _CUDA = tuple(Tile(tokens, 128, 64, 128, 17, 0) for tokens in (8, 16, 32, 64, 128))
-_TRITON = (
-    Tile(16, 64, 64, 128, 4, 3),
-    Tile(32, 64, 64, 128, 4, 3),
-    Tile(64, 64, 64, 64, 4, 3),
-    Tile(128, 64, 64, 64, 8, 3),
-)
+# Rows of gate_up are of each projection, and both are one operand; a program of a dense down has
+# twice the rows. Narrow dense tiles are half empty, so that 2048 rows make 128 programs.
+_TRITON = {
+    "gate_up": (
+        Tile(16, 32, 64, 128, 4, 4),
+        Tile(32, 32, 64, 128, 4, 4),
+        Tile(64, 64, 128, 64, 8, 3),
+        Tile(128, 64, 128, 64, 8, 3),
+    ),
+    "down": (
+        Tile(16, 64, 64, 128, 4, 4),
+        Tile(32, 64, 64, 128, 4, 4),
+        Tile(64, 128, 128, 64, 8, 3),
+        Tile(128, 128, 128, 64, 8, 3),
+    ),
+    "dense_mlp": (
+        Tile(16, 16, 64, 128, 4, 4),
+        Tile(32, 16, 64, 128, 4, 4),
+        Tile(64, 64, 128, 64, 8, 3),
+        Tile(128, 64, 128, 64, 8, 3),
+    ),
+}
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
-    "cuda": {"gate_up": _CUDA, "down": _CUDA, "dense_mlp": _TRITON},
-    "triton": {"gate_up": _TRITON, "down": _TRITON, "dense_mlp": _TRITON},
+    "cuda": {"gate_up": _CUDA, "down": _CUDA, "dense_mlp": _TRITON["dense_mlp"]},
+    "triton": _TRITON,
 }
 # (backend, exact architecture) -> op -> tiles, where they differ from those above.
-ON_ARCHITECTURE: dict[tuple[str, str], dict[str, tuple[Tile, ...]]] = {}
+ON_ARCHITECTURE: dict[tuple[str, str], dict[str, tuple[Tile, ...]]] = {
+    # 64 KiB of shared memory.
+    ("triton", "gfx942"): {
+        op: tuple(replace(tile, stages=2) for tile in tiles) for op, tiles in _TRITON.items()
+    },
+}
 
 
 def offered(backend: str) -> tuple[int, ...]:

@@ -137,3 +137,28 @@ def test_other_formats_and_sizes_are_refused():
     assert "128 and 64" in unsupported(narrow)
     with pytest.raises(Unsupported, match="multiples of 128"):
         to_fragment(narrow)
+
+
+def test_views_of_stacked_projections_are_arranged_where_they_lie():
+    """hf keeps gate and up of an expert in one tensor."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (2, 512, 64), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 127, (2, 512, 8), dtype=torch.uint8, generator=generator)
+    before, before_scales = codes.clone(), scales.clone()
+    gate, up = (
+        PackedWeight("nvfp4", codes[:, part], scales[:, part], torch.ones(2))
+        for part in (slice(0, 256), slice(256, 512))
+    )
+    to_fragment(up)
+    assert torch.equal(codes[:, :256], before[:, :256])
+    alone = PackedWeight(
+        "nvfp4", before[:, 256:].clone(), before_scales[:, 256:].clone(), torch.ones(2)
+    )
+    to_fragment(alone)
+    assert torch.equal(up.codes, alone.codes)
+    assert torch.equal(up.scales, alone.scales)
+    to_fragment(gate)
+    to_canonical(gate)
+    to_canonical(up)
+    assert torch.equal(codes, before)
+    assert torch.equal(scales, before_scales)

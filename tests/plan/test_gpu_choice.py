@@ -88,7 +88,7 @@ def test_an_architecture_without_a_path_is_refused_with_the_list(name, backend, 
             A16,
             (EXPERTS[0]._replace(contiguous=False), *EXPERTS[1:]),
             False,
-            "gate do not lie one after the other",
+            "the rows of an expert of gate do not lie one after the other",
         ),
     ],
 )

@@ -25,8 +25,8 @@ _INSTALL = "pip install 'exactmoe[cuda]'"
 
 
 class WeightShape(NamedTuple):
-    """Format, rows N and columns K of one projection of routed experts; and whether its experts lie
-    one after the other (they don't in a view of a tensor that holds gate and up of each).
+    """Format, rows N and columns K of one projection of routed experts; and whether the rows of an
+    expert lie one after the other.
     """
 
     format: str
@@ -38,7 +38,7 @@ class WeightShape(NamedTuple):
     def of(cls, format: str, codes: torch.Tensor) -> "WeightShape":
         """Of codes [E, N, bytes], or bfloat16 [E, N, K]."""
         columns = codes.shape[2] * (2 if format in _FP4 else 1)
-        return cls(format, codes.shape[1], columns, codes.is_contiguous())
+        return cls(format, codes.shape[1], columns, codes[0].is_contiguous())
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _unfit(call: _Call) -> str | None:
         if weight.format not in _FP4:
             return f"{name} is {weight.format}; it takes {', '.join(_FP4)}"
         if not weight.contiguous:
-            return f"the experts of {name} do not lie one after the other in memory"
+            return f"the rows of an expert of {name} do not lie one after the other in memory"
         if weight.rows % _PANEL or weight.columns % _PANEL:
             return (
                 f"{name} has {weight.rows} rows and {weight.columns} columns; "

@@ -13,7 +13,7 @@ from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.cuda.compile import Kernel, kernel, pointer
-from exactmoe.kernels.cuda.source import PANEL, THREADS, WIDEST_GATHER, Pack, Variant
+from exactmoe.kernels.cuda.source import PANEL, STRIP, WIDEST_GATHER, Pack, Variant
 from exactmoe.ops.cuda.prepare import CudaWeight
 from exactmoe.plan.tiles import tile
 from exactmoe.runtime.routes import RouteTable
@@ -26,11 +26,11 @@ _PACKERS, _PACK_THREADS = 8, 256
 
 @dataclass(frozen=True)
 class _Geometry:
-    """Numbers of a launch: blocks of two panels of an expert, slots a row of x, which of the two
+    """Numbers of a launch: pairs of panels of an expert, slots a row of x, which of the two
     epilogues divide (bits 0 and 1), the clamp.
     """
 
-    blocks: int
+    pairs: int
     top_k: int
     divide: int
     limit: float
@@ -51,17 +51,17 @@ def gate_up(
     num_slots, x = routes.slots.shape[0], rows.values
     if num_slots == 0:
         return
-    tokens = tile("cuda", _ARCHITECTURE, "gate_up", num_slots, gate.num_experts).tokens
-    top_k, gather = num_slots // x.shape[0], tokens <= WIDEST_GATHER
+    chosen = tile("cuda", _ARCHITECTURE, "gate_up", num_slots, gate.num_experts)
+    top_k, gather = num_slots // x.shape[0], chosen.tokens <= WIDEST_GATHER
     if not gather:
         x = _packed(rows, routes, gate, top_k)
     geometry = _Geometry(
-        blocks=gate.rows // PANEL,
+        pairs=gate.rows // PANEL,
         top_k=top_k,
         divide=int(gate.divide) + 2 * int(up.divide),
         limit=_NO_CLAMP if swiglu_limit is None else swiglu_limit,
     )
-    variant = Variant("gate_up", gate.format, tokens, gather)
+    variant = Variant("gate_up", gate.format, chosen.tokens, chosen.rows // STRIP, gather)
     _launch(variant, (gate, up), routes, (x, h), geometry, True)
 
 
@@ -81,8 +81,9 @@ def down(
     """
     if slots.shape[0] == 0:
         return
-    tokens = tile("cuda", _ARCHITECTURE, "down", slots.shape[0], down.num_experts).tokens
-    variant = Variant("down", down.format, tokens, slot_f32=numerics.slot == "f32")
+    chosen = tile("cuda", _ARCHITECTURE, "down", slots.shape[0], down.num_experts)
+    wide = numerics.slot == "f32"
+    variant = Variant("down", down.format, chosen.tokens, chosen.rows // STRIP, slot_f32=wide)
     geometry = _Geometry(-(-down.rows // (2 * PANEL)), 1, int(down.divide), _NO_CLAMP)
     _launch(variant, (down, down), routes, (h.values, slots), geometry, early)
 
@@ -117,14 +118,21 @@ def _launch(
         geometry.divide,
     )
     arguments: list[Any] = [
-        *(pointer(t) for w in weights for t in (w.codes, w.scales, w.factors)),
+        *(argument for weight in weights for argument in _projection(weight)),
         *(pointer(t) for t in (routes.offsets, routes.slots, *tensors)),
         *(ctypes.c_uint32(number) for number in numbers),
         ctypes.c_float(geometry.limit),
     ]
-    most = min(num_slots, num_slots // variant.tokens + first.num_experts) * geometry.blocks
-    grid = (min(_processors(out.device.index), most), 1, THREADS)
+    blocks = -(-geometry.pairs * (PANEL // STRIP) // variant.strips)
+    most = min(num_slots, num_slots // variant.tokens + first.num_experts) * blocks
+    grid = (min(_processors(out.device.index), most), 1, variant.threads)
     _queue(kernel(variant), out, grid, arguments, early)
+
+
+def _projection(weight: CudaWeight) -> list[Any]:
+    """Addresses, and bytes from expert to expert."""
+    addresses = [pointer(t) for t in (weight.codes, weight.scales, weight.factors)]
+    return addresses + [ctypes.c_uint64(t.stride(0)) for t in (weight.codes, weight.scales)]
 
 
 def _queue(

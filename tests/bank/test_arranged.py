@@ -186,6 +186,15 @@ def test_a_captured_graph_keeps_the_order(backend, bank, rng, monkeypatch):
     bank.arrange("canonical")
 
 
+def test_a_captured_call_of_no_tokens_reads_no_experts(backend, bank, rng, monkeypatch):
+    layer = arranged(bank)
+    monkeypatch.setattr("exactmoe.bank.arranged.capturing", lambda device: True)
+    layer.experts(*random_call(rng, layer, 0))
+    monkeypatch.setattr("exactmoe.bank.arranged.capturing", lambda device: False)
+    bank.arrange("canonical")
+    assert bank.layout == "canonical"
+
+
 def test_canonical_paths_never_arrange(rng):
     bank = random_bank(rng, "nvfp4", 2, 128, 128)
     assert ops.path("cpu").storage.layout == "canonical"

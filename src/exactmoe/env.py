@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from exactmoe.errors import ConfigError
@@ -98,6 +99,13 @@ SWITCHES: dict[str, Switch] = {
             allowed="on, off",
             meaning="on, for comparison: the host reads the route table and launches each expert "
             "by itself; refused while a CUDA graph is captured.",
+        ),
+        Switch(
+            name="EXACTMOE_CACHE",
+            parse=Path,
+            default=None,
+            allowed="a folder",
+            meaning="Where compiled CUDA kernels are kept; by default ~/.cache/exactmoe.",
         ),
         Switch(
             name="TRITON_INTERPRET",

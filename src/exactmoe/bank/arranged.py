@@ -1,8 +1,8 @@
 """ArrangedModule: packed weights whose bytes may be in the order of a kernel, in place.
 
 Canonical order is the checkpoint's. Fragment order (formats/fragment.py) is what the fast path of a
-GPU reads: the same shapes, dtypes and sizes, other bytes. There is never a second copy of all weights:
-what leaves the module (a state dict, a pickle, a copy, `packed`) is converted on its way.
+GPU reads: the same shapes, dtypes and sizes, other bytes. There is never a second copy of all
+weights: what leaves the module (a state dict, a pickle, a copy, `packed`) is converted on its way.
 """
 
 from collections.abc import Mapping

@@ -69,7 +69,7 @@ _CUDA = tuple(
 )
 # Rows of gate_up are of each projection, and both are one operand; a program of a dense down has
 # twice the rows. Narrow dense tiles are half empty, so that 2048 rows make 128 programs.
-_TRITON = {
+_TRITON: dict[str, tuple[Tile, ...]] = {
     "gate_up": (
         Tile(16, 32, 64, 128, 4, 4),
         Tile(32, 32, 64, 128, 4, 4),

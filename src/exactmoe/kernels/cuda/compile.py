@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from exactmoe.errors import Unsupported
+from exactmoe.kernels.cuda.disk import kept
 from exactmoe.kernels.cuda.source import Pack, Variant
 
 ARCHITECTURE = "sm_90a"
@@ -53,7 +54,7 @@ def _driver(answer: tuple[Any, ...]) -> Any:
 
 @cache
 def cubin(variant: Variant | Pack) -> bytes:
-    """Machine code of a variant; needs NVRTC, not a GPU.
+    """Machine code of a variant, from the cache on disk or compiled; needs NVRTC, not a GPU.
 
     Raises:
         Unsupported: NVRTC is not there.
@@ -63,7 +64,14 @@ def cubin(variant: Variant | Pack) -> bytes:
         raise Unsupported(reason)
     from cuda.bindings import nvrtc
 
-    program = _nvrtc(nvrtc.nvrtcCreateProgram(variant.text().encode(), b"experts.cu", 0, [], []))
+    text, version = variant.text(), _nvrtc(nvrtc.nvrtcVersion())
+    return kept(f"{OPTIONS} {version}\n{text}", lambda: _compiled(text))
+
+
+def _compiled(text: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    program = _nvrtc(nvrtc.nvrtcCreateProgram(text.encode(), b"exactmoe.cu", 0, [], []))
     options = [option.encode() for option in OPTIONS]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -84,8 +92,15 @@ class Kernel:
 
         self.variant = variant
         self._code = cubin(variant)
-        self._library = _driver(driver.cuLibraryLoadData(self._code, [], [], 0, [], [], 0))
-        self._kernel = _driver(driver.cuLibraryGetKernel(self._library, variant.entry.encode()))
+        # A width may first be met while this thread captures a graph: loading is no part of it.
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = _driver(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+        try:
+            self._library = _driver(driver.cuLibraryLoadData(self._code, [], [], 0, [], [], 0))
+            entry = variant.entry.encode()
+            self._kernel = _driver(driver.cuLibraryGetKernel(self._library, entry))
+        finally:
+            _driver(driver.cuThreadExchangeStreamCaptureMode(mode))
         self._function = driver.CUfunction(int(self._kernel))
         self._sized: set[int] = set()
 

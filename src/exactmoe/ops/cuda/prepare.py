@@ -9,6 +9,9 @@ from exactmoe.formats import PackedWeight
 from exactmoe.formats.fragment import largest_exponents, unsupported
 from exactmoe.formats.scales import power_of_two
 
+# Bulk copies begin at multiples of this many bytes.
+_ALIGNMENT = 16
+
 
 @dataclass(frozen=True, eq=False)
 class CudaWeight:
@@ -45,11 +48,20 @@ def prepare(weight: PackedWeight) -> CudaWeight:
     """A view of a weight whose bytes are in fragment order.
 
     Raises:
-        Unsupported: the format or a size has no fragment order.
+        Unsupported: the format or a size has no fragment order, or the bytes lie where bulk copies
+            cannot read them.
     """
     reason = unsupported(weight)
     if reason is not None or weight.scales is None:
         raise Unsupported(f"the cuda path cannot read this weight: {reason}")
+    for name, tensor in (("codes", weight.codes), ("scales", weight.scales)):
+        aligned = tensor.data_ptr() % _ALIGNMENT == 0 and tensor.stride(0) % _ALIGNMENT == 0
+        if not tensor[0].is_contiguous() or not aligned:
+            raise Unsupported(
+                f"{name} have strides {tensor.stride()} at address {tensor.data_ptr():#x}; "
+                "allowed: the rows of an expert one after the other, "
+                f"experts at multiples of {_ALIGNMENT}"
+            )
     factors = weight.global_scale
     if factors is None:
         factors = power_of_two(largest_exponents(weight))

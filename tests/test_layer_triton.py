@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exactmoe import DenseMLP, Limits, MoELayer, Numerics, Router, RouterConfig, ops
+from exactmoe.block import Space
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.runtime import notes
 from exactmoe.runtime.workspace import arena
@@ -175,6 +176,26 @@ def test_a_dense_mlp(rng):
     x = normal(rng, 3, 128)
     found, expected = (DenseMLP(*weights, backend=b, output="f32")(x) for b in ("triton", "cpu"))
     assert relative_l2(found, expected.double()) < 2.0**-9
+
+
+def test_a_tile_is_checked_against_the_path_of_the_layer(rng, monkeypatch):
+    """8 tokens are offered by "cuda" only; the dense parts of its layers take their next wider."""
+    dense = make(rng).shared
+    x = normal(rng, 3, 128)
+    arena(CPU).fill(0xFF)
+    arrays = arena(CPU).views(dense.regions(3, ops.DEVICE))
+    cuda, triton = (Space(ops.path(name), arrays, arena(CPU)) for name in ("cuda", "triton"))
+    expected = dense.run(triton, x).clone()
+    monkeypatch.setenv("EXACTMOE_TILE", "8")
+    arena(CPU).fill(0xFF)
+    assert_same_bits(dense.run(cuda, x), expected)
+    with pytest.raises(ConfigError, match="EXACTMOE_TILE is 8; allowed on backend 'triton': 16"):
+        dense.run(triton, x)
+    with pytest.raises(ConfigError, match="EXACTMOE_TILE is 8; allowed on backend 'triton': 16"):
+        make(rng)(x)
+    monkeypatch.setenv("EXACTMOE_TILE", "24")
+    with pytest.raises(ConfigError, match="EXACTMOE_TILE is 24; allowed on backend 'cuda': 8, 16"):
+        dense.run(cuda, x)
 
 
 def test_a_backend_may_change_from_call_to_call(rng, monkeypatch):

@@ -94,10 +94,9 @@ class DenseMLP(Block):
         """One piece in the given workspace: x [T, H] as the path reads it -> float32 [T, H] in
         `dense_out`, not yet rounded.
         """
-        path = dense_path(space.path)
         h, result = (space.rows(name, x.shape[0]) for name in ("dense_h", "dense_out"))
-        gate, up, down = self.bank.prepared_for(path)
-        path.dense_mlp(x, (gate, up, down), self.swiglu_limit, h, result)
+        gate, up, down = self.bank.prepared_for(dense_path(space.path))
+        space.path.dense_mlp(x, (gate, up, down), self.swiglu_limit, h, result)
         return result
 
     def _prepare(self, path: ops.Path) -> None:
@@ -105,7 +104,7 @@ class DenseMLP(Block):
 
 
 def dense_path(path: ops.Path) -> ops.Path:
-    """The path that runs the dense parts of a layer on `path`: one that reads canonical order."""
+    """Whose form of the weights the dense parts of a layer on `path` read: canonical order."""
     return path if path.storage.layout == ops.CANONICAL else ops.path("triton")
 
 

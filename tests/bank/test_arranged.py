@@ -140,9 +140,7 @@ def test_a_path_of_another_order_is_refused_with_the_way_out(backend, bank, rng)
     call = random_call(rng, layer, 4)
     expected = layer.experts(*call)
     layer.backend = "cpu"
-    with pytest.raises(
-        Unsupported, match="'cpu' reads experts in canonical order.*deepcopy"
-    ):
+    with pytest.raises(Unsupported, match="'cpu' reads experts in canonical order.*deepcopy"):
         layer.experts(*call)
     assert_same_bits(copy.deepcopy(layer).experts(*call), expected)
     bank.arrange("canonical")

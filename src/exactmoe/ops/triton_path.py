@@ -1,12 +1,14 @@
 """The Triton path: launchers of the portable GPU kernels."""
 
+from torch import Tensor
+
 from exactmoe.ops.path import DEVICE
 from exactmoe.ops.triton.combine import combine
-from exactmoe.ops.triton.dense_mlp import dense_mlp
+from exactmoe.ops.triton.dense_mlp import dense_mlp as run_dense_mlp
 from exactmoe.ops.triton.down import down
 from exactmoe.ops.triton.finish import finish
 from exactmoe.ops.triton.gate_up import gate_up
-from exactmoe.ops.triton.prepare import prepare
+from exactmoe.ops.triton.prepare import TritonWeight, prepare
 from exactmoe.ops.triton.quantize import quantize
 from exactmoe.ops.triton.route_table import route_table
 from exactmoe.ops.triton.router import router
@@ -24,5 +26,14 @@ class TritonPath:
     gate_up = staticmethod(gate_up)
     down = staticmethod(down)
     combine = staticmethod(combine)
-    dense_mlp = staticmethod(dense_mlp)
     finish = staticmethod(finish)
+
+    def dense_mlp(
+        self,
+        x: Tensor,
+        weights: tuple[TritonWeight, TritonWeight, TritonWeight],
+        swiglu_limit: float | None,
+        h: Tensor,
+        out: Tensor,
+    ) -> None:
+        run_dense_mlp(x, weights, swiglu_limit, h, out, self.name)

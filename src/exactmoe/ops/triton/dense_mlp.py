@@ -23,11 +23,12 @@ def dense_mlp(
     swiglu_limit: float | None,
     h: Tensor,
     out: Tensor,
-    backend: str = "triton",
+    backend: str,
 ) -> None:
     """x bfloat16 [T, H] -> out float32 [T, H] before its rounding; h bfloat16 [T, I] is scratch.
 
-    backend: whose tiles it takes; the paths of a card share these kernels.
+    backend: whose tiles it takes; the paths of a card share these kernels, and EXACTMOE_TILE is
+        checked against what the layer's own path offers.
     """
     name = architecture(x.device)
     chosen = tile(backend, name, "dense_mlp", x.shape[0], 1)

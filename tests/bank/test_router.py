@@ -126,3 +126,17 @@ def test_a_model_s_parameters_are_shared_and_detached(rng):
 
 def test_repr(router):
     assert "num_experts=6" in repr(router) and "factor=2.5" in repr(router)
+
+
+def test_transposed_and_strided_tensors_are_read_as_they_are_meant(rng):
+    weight, bias = normal(rng, 6, 32), torch.arange(6, dtype=torch.float32)
+    table = torch.arange(10).remainder(6).view(5, 2)
+    plain = Router(weight, bias, config=SIGMOID)
+    turned = Router(weight.T.contiguous().T, bias.repeat_interleave(2)[::2], config=SIGMOID)
+    for name in ("weight_f32", "weight_bf16", "bias"):
+        found, wanted = getattr(turned, name), getattr(plain, name)
+        assert found.is_contiguous()
+        assert_same_bits(found, wanted)
+    hashed = Router(weight, table=table.T.contiguous().T, config=SIGMOID)
+    assert hashed.table.is_contiguous()
+    assert hashed.table.tolist() == table.tolist()

@@ -59,10 +59,11 @@ class Router(ExactModule):
             if bias is not None:
                 raise ConfigError("a router with a table got a bias; allowed: one of them")
         self.config = config
-        # Detached: the parameters of a model in training mode must not pull autograd in.
+        # Detached: the parameters of a model in training mode must not pull autograd in. Rows lie
+        # one after the other, as the kernels read them.
         self.register_buffer("weight", weight.detach())
-        self.register_buffer("bias", None if bias is None else bias.detach())
-        self.register_buffer("table", None if table is None else table.long())
+        self.register_buffer("bias", None if bias is None else bias.detach().contiguous())
+        self.register_buffer("table", None if table is None else table.long().contiguous())
         # What dots read beside the weight itself; None: not made yet.
         self._weight_f32: tuple[Seen, Tensor] | None = None
         self._weight_bf16: tuple[Seen, Tensor | None] | None = None
@@ -83,7 +84,7 @@ class Router(ExactModule):
         if kept is None or self._changed(kept[0]):
             self._require_eager("the router's weight is read")
             seen = self._seen(("weight",))
-            kept = self._weight_f32 = (seen, self.weight.float())
+            kept = self._weight_f32 = (seen, self.weight.float().contiguous())
         return kept[1]
 
     @property
@@ -96,7 +97,7 @@ class Router(ExactModule):
             self._require_eager("the router's weight is read")
             seen, narrow = self._seen(("weight",)), self.weight.bfloat16()
             is_exact = narrow is self.weight or bool((narrow.float() == self.weight).all())
-            kept = self._weight_bf16 = (seen, narrow if is_exact else None)
+            kept = self._weight_bf16 = (seen, narrow.contiguous() if is_exact else None)
         return kept[1]
 
     @property

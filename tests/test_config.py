@@ -5,6 +5,7 @@ import math
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
+import torch
 
 from exactmoe.config import (
     Limits,
@@ -64,7 +65,15 @@ def test_from_dict_names_missing_fields_and_takes_mappings_only():
         Limits.from_dict(512)
     with pytest.raises(ConfigError, match=r"no field \[1, 'b'\]"):
         Limits.from_dict({1: 2, "b": 3})
-    assert Limits.from_dict({}) == Limits(max_rows=512, checks=False)
+    assert Limits.from_dict({}) == Limits(max_rows=None, checks=False)
+
+
+def test_tokens_a_piece_are_the_device_s_unless_named():
+    cpu, card = torch.device("cpu"), torch.device("cuda", 1)
+    assert (Limits().rows_on(cpu), Limits(checks=True).rows_on(card)) == (512, 4096)
+    for device in (cpu, card):
+        assert Limits(max_rows=512).rows_on(device) == 512
+        assert Limits(max_rows=9).rows_on(device) == 9
 
 
 BAD_FIELDS = [

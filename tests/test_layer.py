@@ -253,6 +253,27 @@ def test_inputs_are_not_written_and_y_shares_no_memory(backend, numerics, rng):
     assert all(y.untyped_storage().nbytes() == y.nbytes for y in results)
 
 
+def test_tokens_a_piece_follow_the_device_until_they_are_named(rng, monkeypatch):
+    layers = [small(rng, "cpu"), small(rng, "cpu", limits=Limits(checks=True))]
+    named = small(rng, "cpu", limits=Limits(max_rows=512))
+    for layer in (*layers, named):
+        assert layer.limits.max_rows == layer.explain().max_rows == 512
+        assert "at most 512 a piece" in str(layer.explain())
+    card = property(lambda self: torch.device("cuda", 0))
+    with monkeypatch.context() as moved:
+        moved.setattr(MoELayer, "device", card)
+        assert [layer.limits.max_rows for layer in layers] == [4096, 4096]
+        assert layers[1].limits == Limits(max_rows=4096, checks=True)
+        assert named.limits == Limits(max_rows=512)
+    layers[1].reserve(7)
+    assert layers[1].limits == Limits(max_rows=7, checks=True)
+    with pytest.raises(ConfigError, match="max_rows is None; allowed: an integer from 1"):
+        layers[0].reserve(None)
+    with monkeypatch.context() as moved:
+        moved.setattr(MoELayer, "device", card)
+        assert [layer.limits.max_rows for layer in layers] == [4096, 7]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 64])
 def test_pieces_of_any_size_give_the_same_bits(backend, max_rows, rng):

@@ -5,7 +5,7 @@ A call is cut into pieces of `max_rows` tokens that run in the workspace of the 
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exactmoe import env, ops
 from exactmoe.bank import ExactModule
-from exactmoe.config import Limits
+from exactmoe.config import Limits, checked_max_rows
 from exactmoe.errors import Unsupported
 from exactmoe.ops import DECODED, DEVICE, PACKED, Path, Storage
 from exactmoe.plan import Plan, architecture_of, backends
@@ -68,8 +68,13 @@ class Block(ExactModule):
 
     @property
     def limits(self) -> Limits:
-        """Tokens a piece, and checks. `reserve` changes the tokens."""
-        return self._limits
+        """Tokens a piece on this device, and checks. `reserve` changes the tokens."""
+        return replace(self._limits, max_rows=self.max_rows)
+
+    @property
+    def max_rows(self) -> int:
+        """Tokens a piece on this device."""
+        return self._limits.rows_on(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +95,7 @@ class Block(ExactModule):
         Each stream that calls has an arena of this size, or of what another layer of the device
         needs if that is more; so have the graphs that are captured on one stream.
         """
-        rows = max(self.limits.max_rows if max_rows is None else max_rows, 1)
+        rows = max(self.max_rows if max_rows is None else max_rows, 1)
         return max(total_bytes(self.regions(rows, s)) for s in _storages(self.device))
 
     def reserve(self, max_rows: int) -> None:
@@ -102,7 +107,7 @@ class Block(ExactModule):
             Unsupported: the memory could not be allocated, a call is running on this thread, or the
                 workspace would grow while a captured graph may be alive. The layer is as it was.
         """
-        limits = Limits(max_rows=max_rows, checks=self.limits.checks)
+        limits = replace(self._limits, max_rows=checked_max_rows(max_rows))
         nbytes = self.workspace_bytes(max_rows)
         workspace.require_no_captures(self.device, nbytes)
 
@@ -140,7 +145,7 @@ class Block(ExactModule):
             held = workspace.arena(self.device)
 
             def pieces() -> None:
-                rows = self.limits.max_rows  # once: all pieces have this size
+                rows = self.max_rows  # once: all pieces have this size
                 arrays = held.views_for(
                     self, (rows, path.storage), lambda: self.regions(rows, path.storage)
                 )

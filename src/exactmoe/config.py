@@ -6,7 +6,7 @@ choose where and in which pieces the work runs; by the bit contract they cannot 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
@@ -19,6 +19,8 @@ DEVICE_TYPES = ("cpu", "cuda")
 _DEVICES = ", ".join(DEVICE_TYPES)
 # Names of the contract's classes.
 PRESETS = ("a16", "a8")
+# Tokens a piece, by default.
+_ROWS_ON_CPU, _ROWS_ON_GPU = 512, 4096
 
 # The arithmetic is float32: numbers outside of these bounds become 0 or Inf in it.
 _FLOAT32_ZERO = 2.0**-150
@@ -218,16 +220,30 @@ class Limits(_FromDict):
     """Sizes of the workspace, and when faults are looked at. They cannot change a bit.
 
     Attributes:
-        max_rows: tokens the workspace holds; a wider call runs in pieces of this many.
+        max_rows: tokens the workspace holds; a wider call runs in pieces of this many. None: 512 on
+            a CPU; 4096 on a GPU, where each piece of a prefill reads all experts again.
         checks: read the fault word after every call and raise at once for an expert id >= E.
     """
 
-    max_rows: int = 512
+    max_rows: int | None = None
     checks: bool = False
 
     def __post_init__(self) -> None:
-        _require_int("max_rows", self.max_rows, 1)
+        if self.max_rows is not None:
+            checked_max_rows(self.max_rows)
         _require(isinstance(self.checks, bool), "checks", self.checks, "True, False")
+
+    def rows_on(self, device: torch.device) -> int:
+        """Tokens a piece on a device: `max_rows`, or its default there."""
+        if self.max_rows is not None:
+            return self.max_rows
+        return _ROWS_ON_GPU if device.type == "cuda" else _ROWS_ON_CPU
+
+
+def checked_max_rows(value: object) -> int:
+    """Tokens a piece that were named. ConfigError: no positive integer."""
+    _require_int("max_rows", value, 1)
+    return cast(int, value)
 
 
 __all__ = [
@@ -240,5 +256,6 @@ __all__ = [
     "Numerics",
     "Placement",
     "RouterConfig",
+    "checked_max_rows",
     "checked_swiglu_limit",
 ]

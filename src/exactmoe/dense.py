@@ -70,7 +70,7 @@ class DenseMLP(Block):
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
-        plan, rows = self.plan(), min(width, self.limits.max_rows)
+        plan, rows = self.plan(), min(width, self.max_rows)
         weights = self.bank.weights()
         return explain(plan, self.numerics, self.limits, width, weights, tiles_of(plan, rows))
 

@@ -172,7 +172,7 @@ class MoELayer(Block):
         """Which path runs a call of `width` tokens, and why; the matrix units that each expert may
         use.
         """
-        rows = min(width, self.limits.max_rows)
+        rows = min(width, self.max_rows)
         tiles = tiles_of(self.plan(), rows * self.config.top_k, self.config.num_experts)
         if self.shared is not None:
             tiles += tiles_of(self.plan(), rows)
@@ -323,7 +323,7 @@ class MoELayer(Block):
         return output(out, inputs, own, self.config.hidden_size, self.numerics.output)
 
     def _finished(self, y: Tensor) -> Tensor:
-        if self.limits.checks:
+        if self._limits.checks:
             self.check()
         return y
 

@@ -81,6 +81,14 @@ def test_a_layer_holds_its_weights_and_its_workspace(card, rng):
     assert arena(card).nbytes == layer.workspace_bytes()
 
 
+def test_tokens_a_piece_by_default(card, rng):
+    layer = layer_of(random_bank(rng, "nvfp4", 2, 128, 128).to(card), 1, "auto")
+    assert layer.limits == Limits(max_rows=4096)
+    assert layer.explain(8193).pieces == 3
+    assert layer.workspace_bytes() == layer.workspace_bytes(4096)
+    assert copy.deepcopy(layer).to("cpu").limits == Limits(max_rows=512)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_types_and_poison_change_nothing(backend, card, rng):
     layer = make(rng, card, backend)

@@ -258,13 +258,12 @@ class Bench:
         device, shape = self.problem.device, settings.shape
         nbytes = 2 * 3 * shape.hidden_size * size
         copies = max(1, -(-DENSE_BYTES[device.type] // nbytes))
-        limits = Limits(max_rows=max(settings.widths))
         layers = [
             problem.draw_dense(shape, size, device, self._rng, settings.backend)
             for _ in range(copies)
         ]
         for layer in layers:
-            layer.reserve(limits.max_rows)
+            layer.reserve(max(settings.widths))
         self.say(f"{part}: verifying bytes")
         call = _dense_call(layers[0])
         bits.verify_widths(part, call, self.selections[0], settings.widths)

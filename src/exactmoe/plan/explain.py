@@ -21,6 +21,7 @@ class Explanation:
     """Which path runs a call of `width` tokens, and why.
 
     Attributes:
+        max_rows: tokens that a piece may have.
         fp8_experts: of gate, up and down, how many experts the fp8 matrix units hold without losing
             a bit.
         tiles: of the ops of a piece; a CPU's are fixed and not named.
@@ -31,6 +32,7 @@ class Explanation:
     numerics: Numerics
     width: int
     pieces: int
+    max_rows: int
     formats: tuple[str, ...]
     num_experts: int
     fp8_experts: tuple[int, ...]
@@ -47,6 +49,7 @@ class Explanation:
             "numerics": self.numerics.to_dict(),
             "width": self.width,
             "pieces": self.pieces,
+            "max_rows": self.max_rows,
             "formats": list(self.formats),
             "num_experts": self.num_experts,
             "fp8_experts": list(self.fp8_experts),
@@ -61,7 +64,8 @@ class Explanation:
             for name, format, fp8 in zip(names, self.formats, self.fp8_experts, strict=True)
         )
         calls = f"{self.width} tokens in {self.pieces} piece{'s' if self.pieces != 1 else ''}"
-        lines = [str(self.plan), f"  {calls}; activations {self.numerics.activation}"]
+        calls += f"; at most {self.max_rows} a piece; activations {self.numerics.activation}"
+        lines = [str(self.plan), f"  {calls}"]
         lines += [f"  {choice}" for choice in self.tiles]
         lines.append(f"  {units}")
         lines += [f"  switch {name}={value}" for name, value in self.switches]
@@ -79,11 +83,13 @@ def explain(
     """Put together an Explanation; `weights` are gate, up and down, read one after the other."""
     read = [(w.format, w.num_experts, int(fp8_exact(w).sum())) for w in weights]
     formats, counts, exact = zip(*read, strict=True)
+    max_rows = limits.rows_on(torch.device(plan.device))
     return Explanation(
         plan=plan,
         numerics=numerics,
         width=width,
-        pieces=-(-width // limits.max_rows),
+        pieces=-(-width // max_rows),
+        max_rows=max_rows,
         formats=formats,
         num_experts=counts[0],
         fp8_experts=exact,

@@ -44,7 +44,7 @@ def using(layer: Layer, backend: str) -> Iterator[None]:
     try:
         for part in parts(layer):
             part.backend = backend
-        layer.reserve(layer.limits.max_rows)
+        layer.reserve(layer.max_rows)
         yield
     finally:
         for part, name in zip(parts(layer), before, strict=True):

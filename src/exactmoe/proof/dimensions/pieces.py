@@ -11,7 +11,7 @@ def pieces(trial: Trial) -> None:
     layer = trial.entry.layer
     batch = trial.random(min(_MOST_TOKENS, max(trial.widths)), _STREAM)
     expected = trial.run(batch)
-    before = layer.limits.max_rows
+    before = layer.max_rows
     try:
         for size in SIZES:
             layer.reserve(size)
@@ -27,7 +27,7 @@ def pieces(trial: Trial) -> None:
 def _one_piece(trial: Trial) -> None:
     """The widest call in one piece: tiles and offsets of a prefill, however small max_rows is."""
     layer = trial.entry.layer
-    tokens, before = max(trial.widths), layer.limits.max_rows
+    tokens, before = max(trial.widths), layer.max_rows
     if tokens <= before:
         return
     batch = trial.random(tokens, _STREAM + 1)

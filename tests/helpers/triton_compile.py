@@ -57,17 +57,20 @@ def launches_of(call: Callable[[], object]) -> list[Launched]:
 
 def assembly(launched: Launched, architecture: str) -> dict[str, Any]:
     """The stages' texts ("ttgir", "ptx" or "amdgcn") and the binary of "sm_90" or "gfx942"."""
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     attributes = {}
     for place, parameter in enumerate(launched.kernel.params):
         value = launched.arguments[parameter.name]
         if parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        signature[parameter.name] = _type(value)
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[(place,)] = _ALIGNED
+        elif isinstance(value, tuple):
+            signature[parameter.name] = tuple(_type(part) for part in value)
+            aligned = [index for index, part in enumerate(value) if _is_aligned(part)]
+            attributes |= {(place, index): _ALIGNED for index in aligned}
+        else:
+            signature[parameter.name] = _type(value)
+            attributes |= {(place,): _ALIGNED} if _is_aligned(value) else {}
     target = (
         GPUTarget("hip", architecture, 64)
         if architecture.startswith("gfx")
@@ -78,6 +81,10 @@ def assembly(launched: Launched, architecture: str) -> dict[str, Any]:
         options = options | {"matrix_instr_nonkdim": 16}  # a launcher asks for it on such a card
     source = ASTSource(launched.kernel, signature, constants, attributes)
     return dict(triton.compile(source, target=target, options=options).asm)
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def _type(value: Any) -> str:

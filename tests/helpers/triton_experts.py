@@ -1,5 +1,5 @@
-"""The matrix ops of the Triton path beside the reference: inputs whose sums are exact in float32, so
-that results are compared by bytes, whatever the order of a sum.
+"""The matrix ops of the Triton path beside the reference: inputs whose sums are exact in float32,
+so that results are compared by bytes, whatever the order of a sum.
 
 Weights are e2m1 numbers with block scales 1 and 2 and x are small integers; what follows a sum is
 not exact, and follows the contract: global scales, chains of 128, silu, the rounding.
@@ -18,6 +18,7 @@ from exactmoe.ops.triton import dense_mlp, down, gate_up
 from exactmoe.ops.triton.launch import architecture
 from exactmoe.ops.triton.prepare import prepare
 from exactmoe.plan.tiles import Tile
+from exactmoe.reference.functions import to_bf16
 from exactmoe.runtime.routes import RouteTable
 from triton_device import DEVICE
 
@@ -70,6 +71,11 @@ def device_rows(rows: Rows) -> Rows:
         return Rows(rows.values.bfloat16().to(DEVICE), None)
     codes = encode_e4m3(rows.values).view(torch.float8_e4m3fn)
     return Rows(codes.to(DEVICE), rows.scales.to(DEVICE))
+
+
+def typed(expected: Tensor, found: Tensor) -> Tensor:
+    """The reference's float32 in the type of what was found; torch's own NaN is another."""
+    return expected if found.dtype == torch.float32 else to_bf16(expected)
 
 
 def reference_rows(values: Tensor, scaled: bool) -> Rows:

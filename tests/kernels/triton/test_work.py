@@ -16,6 +16,8 @@ COUNTS = {
     "last only": [0, 0, 0, 40],
     "first only": [40, 0, 0, 0],
     "many experts": [3, 0, 1] * 96,
+    "few slots": [0, 2, 0, 3, 1] + [0] * 20,
+    "few slots, two tiles": [20] + [0] * 30 + [2],
     "one expert": [100],
     "unaligned": [15, 1, 16, 31, 2, 0, 0, 47],
 }

@@ -19,6 +19,7 @@ from triton_experts import (
     exact_rows,
     exact_weight,
     reference_rows,
+    typed,
 )
 
 BF16, F32 = Numerics(slot="bf16"), Numerics(slot="f32")
@@ -38,7 +39,7 @@ def call(rng, format, sizes, tokens=5, top_k=2, scaled=False, experts=3) -> Expe
 def compare(case: Experts, numerics: Numerics = F32, tile: Tile = TILE) -> torch.Tensor:
     rounded = numerics.slot == "bf16"
     found, expected = case.down(rounded, tile), case.down_reference(numerics)
-    assert_same_bits(found, expected.to(found.dtype))
+    assert_same_bits(found, typed(expected, found))
     assert bool((expected != SENTINEL).any())
     return found
 
@@ -103,6 +104,15 @@ def test_mxfp4_zeros_with_any_exponent(power, rng):
     scales[..., 0], scales[..., 1] = 254, 0
     found = compare(replace(case, weights=(replace(weight, codes=codes, scales=scales),)))
     assert bool(torch.isfinite(found).all())
+
+
+@pytest.mark.parametrize("numerics", [BF16, F32], ids=lambda numerics: numerics.slot)
+def test_inf_minus_inf_is_the_one_nan(numerics, rng):
+    """A processor's own NaN has its sign set."""
+    case = call(rng, "nvfp4", (64, 64))
+    case.rows.values[::2, 3:5] = float("inf")
+    found = compare(case, numerics)
+    assert bool(found.isnan().any()) and bool(found.isinf().any())
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -1,0 +1,104 @@
+"""Machine code of the run-time compiled kernels: every variant that the path can launch, compiled
+and disassembled. It needs NVRTC and triton's cuobjdump, not a card.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from exactmoe.kernels.cuda.compile import cubin
+from exactmoe.kernels.cuda.source import STRIP, WIDEST_GATHER, Pack, Variant
+from exactmoe.plan.tiles import TILES
+
+FORMATS = ("nvfp4", "mxfp4")
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;\s+/\*", re.M)
+_PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+
+
+def variants() -> list[Variant]:
+    """What ops/cuda/experts.py makes of the tiles, in both formats and with both types of slots."""
+    found = []
+    for format in FORMATS:
+        for tile in TILES["cuda"]["gate_up"]:
+            gather = tile.tokens <= WIDEST_GATHER
+            found.append(Variant("gate_up", format, tile.tokens, tile.rows // STRIP, gather))
+        for tile in TILES["cuda"]["down"]:
+            for wide in (False, True):
+                strips = tile.rows // STRIP
+                found.append(Variant("down", format, tile.tokens, strips, slot_f32=wide))
+    return found
+
+
+def variant_name(variant: Variant) -> str:
+    """For a test's id: "down nvfp4 40x6 f32"."""
+    rows = " gather" * variant.gather + " f32" * variant.slot_f32
+    return f"{variant.op} {variant.format} {variant.tokens}x{variant.strips}{rows}"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Instructions in the order of their addresses, without the branch's predicate.
+
+    Attributes:
+        main: of the kernel.
+        division: of the routine that a division calls where its operands or result are near the
+            ends of float32; nothing if there is no call.
+        calls: how many calls, all to that routine.
+        registers: of a thread at the start.
+        stack: bytes of a thread.
+        shared: bytes of a block, the 1024 of the system included.
+    """
+
+    main: tuple[str, ...]
+    division: tuple[str, ...]
+    calls: int
+    registers: int
+    stack: int
+    shared: int
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of the kernel's instructions, by name."""
+        return Counter(name(text) for text in self.main)
+
+
+def name(text: str) -> str:
+    """Of an instruction, with its suffixes."""
+    return text.split()[0]
+
+
+@cache
+def code(variant: Variant | Pack) -> Code:
+    """The machine code of a variant."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin(variant))
+        file.flush()
+        text, usage = (_cuobjdump(option, file.name) for option in ("-sass", "-res-usage"))
+    lines = [(int(a, 16), _PREDICATE.sub("", text)) for a, text in _LINE.findall(text)]
+    targets = [int(text.split()[-1], 16) for _, text in lines if text.startswith("CALL")]
+    assert len(set(targets)) <= 1, targets
+    end = targets[0] if targets else lines[-1][0] + 1
+    return Code(
+        main=tuple(text for address, text in lines if address < end),
+        division=tuple(text for address, text in lines if address >= end),
+        calls=len(targets),
+        registers=_number("REG", usage),
+        stack=_number("STACK", usage),
+        shared=_number("SHARED", usage),
+    )
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    done = subprocess.run([program, option, path], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _number(what: str, usage: str) -> int:
+    return int(re.findall(rf"\b{what}:(\d+)", usage)[-1])

@@ -1,0 +1,109 @@
+"""CudaPath: which class it computes, and when down may start before gate_up has ended."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from exactmoe.config import Numerics
+from exactmoe.errors import Unsupported
+from exactmoe.formats.rows import Rows
+from exactmoe.ops import cuda_path
+from exactmoe.ops.cuda_path import CudaPath
+from exactmoe.ops.triton_path import TritonPath
+from exactmoe.runtime.routes import RouteTable
+
+H = torch.empty(8, 128, dtype=torch.bfloat16)
+ROWS, WEIGHT = Rows(H, None), object()
+
+
+class Calls:
+    """A CudaPath whose kernels are not launched; `stream` is the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.stream, self.early, self.gate_ups = CudaPath(), 1, [], []
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream)
+        )
+        monkeypatch.setattr(TritonPath, "route_table", staticmethod(lambda *arguments: None))
+        monkeypatch.setattr(
+            cuda_path.experts, "gate_up", lambda *arguments: self.gate_ups.append(arguments)
+        )
+        monkeypatch.setattr(
+            cuda_path.experts, "down", lambda *arguments: self.early.append(arguments[-1])
+        )
+
+    def route(self, routes: RouteTable) -> None:
+        self.path.route_table(torch.empty(1, 1, dtype=torch.int32), 4, routes)
+
+    def gate_up(self, routes: RouteTable) -> None:
+        self.path.gate_up(ROWS, (WEIGHT, WEIGHT), routes, None, None, H)
+
+    def down(self, routes: RouteTable) -> bool:
+        """Whether it may start early."""
+        self.path.down(ROWS, WEIGHT, routes, Numerics(), H)
+        return self.early[-1]
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def table() -> RouteTable:
+    return RouteTable(*(torch.zeros(1, dtype=torch.int32) for _ in range(3)))
+
+
+def test_down_starts_early_once_behind_its_gate_up(calls):
+    routes = table()
+    assert not calls.down(routes)
+    for _ in range(2):
+        calls.route(routes)
+        calls.gate_up(routes)
+        assert calls.down(routes)
+        assert not calls.down(routes)  # the kernel before is down, which waits for nothing older
+
+
+def test_not_behind_a_gate_up_of_other_routes(calls):
+    first, second = table(), table()
+    calls.gate_up(first)
+    assert not calls.down(second)
+    assert not calls.down(first)
+
+
+def test_not_behind_another_route_table(calls):
+    """Its offsets and slots are new: down would read them before they are written."""
+    routes = table()
+    calls.gate_up(routes)
+    calls.route(routes)
+    assert not calls.down(routes)
+
+
+def test_not_in_the_host_loop(calls):
+    """gate_up of each expert, then down of each: all but the last read what an older one wrote."""
+    launches = [table() for _ in range(3)]
+    for routes in launches:
+        calls.gate_up(routes)
+    assert [calls.down(routes) for routes in launches] == [False] * 3
+
+
+def test_streams_are_told_apart(calls):
+    routes = table()
+    calls.gate_up(routes)
+    calls.stream = 2
+    assert not calls.down(routes)
+    calls.route(routes)
+    calls.stream = 1
+    assert calls.down(routes)
+
+
+def test_only_class_a16(calls):
+    routes, scaled = table(), Rows(H, torch.ones(8, 1))
+    with pytest.raises(Unsupported, match="class a16; allowed for a8: backend triton"):
+        calls.path.gate_up(scaled, (WEIGHT, WEIGHT), routes, None, None, H)
+    with pytest.raises(Unsupported, match="class a16; allowed for a8: backend triton"):
+        calls.path.gate_up(ROWS, (WEIGHT, WEIGHT), routes, torch.ones(8, 1), None, H)
+    with pytest.raises(Unsupported, match="class a16; allowed for a8: backend triton"):
+        calls.path.down(scaled, WEIGHT, routes, Numerics(), H)
+    assert calls.gate_ups == calls.early == []
+    assert not calls.down(routes)

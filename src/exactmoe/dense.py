@@ -62,11 +62,7 @@ class DenseMLP(Block):
         return choose(self.numerics, self.device, self.backend)
 
     def regions(self, rows: int, storage: Storage) -> list[Region]:
-        return [
-            Region("x", (rows, self.hidden_size), storage.x),
-            Region("dense_h", (rows, self.intermediate_size), storage.h),
-            Region("dense_out", (rows, self.hidden_size), torch.float32),
-        ]
+        return dense_regions(self.hidden_size, self.intermediate_size, rows, storage)
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
@@ -101,6 +97,17 @@ class DenseMLP(Block):
 
     def _prepare(self, path: ops.Path) -> None:
         self.bank.prepared_for(dense_path(path))
+
+
+def dense_regions(
+    hidden_size: int, intermediate_size: int, rows: int, storage: Storage
+) -> list[Region]:
+    """The workspace of a piece of `rows` tokens of a dense MLP, without a layer."""
+    return [
+        Region("x", (rows, hidden_size), storage.x),
+        Region("dense_h", (rows, intermediate_size), storage.h),
+        Region("dense_out", (rows, hidden_size), torch.float32),
+    ]
 
 
 def dense_path(path: ops.Path) -> ops.Path:

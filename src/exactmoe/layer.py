@@ -13,7 +13,7 @@ from exactmoe import ops
 from exactmoe.bank import ExpertBank, Router
 from exactmoe.block import Block, Space, lever
 from exactmoe.config import Limits, MoEConfig, Numerics, Placement
-from exactmoe.dense import DenseMLP
+from exactmoe.dense import DenseMLP, dense_regions
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats.units import PIECE
 from exactmoe.ops import Storage, compiled
@@ -131,42 +131,8 @@ class MoELayer(Block):
         )
 
     def regions(self, rows: int, storage: Storage) -> list[Region]:
-        hidden, inner, experts = (
-            self.config.hidden_size,
-            self.config.intermediate_size,
-            self.config.num_experts,
-        )
-        slots, a8 = rows * self.config.top_k, self.numerics.activation == "a8"
-        f32, i64, codes = torch.float32, torch.int64, storage.codes
-        slot = storage.slots if self.numerics.slot == "bf16" else f32
-        h_rows = storage.rows_of_h(slots, experts)
-        regions = [
-            Region("x", (rows, hidden), storage.x),
-            Region("wide_ids", (slots,), i64),
-            Region("token_ids", (rows,), i64),
-            Region("expert_ids", (slots,), torch.int32),
-            Region("weights", (slots,), f32),
-            Region("logits", (rows, experts), f32),
-            Region("offsets", (experts + 1,), storage.index),
-            Region("sorted", (slots,), storage.index),
-            Region("h", (slots if a8 else h_rows, inner), f32 if a8 else storage.h),
-            Region("slots", (slots, hidden), slot),
-        ]
-        if storage.packed and not a8:
-            regions.append(Region("packed_x", (h_rows, hidden), storage.x))
-        if storage.router_parts:
-            parts = (ROUTER_SEGMENTS, min(rows, storage.router_parts), experts)
-            regions.append(Region("logit_parts", parts, f32))
-        if a8:
-            regions += [
-                Region("x_codes", (rows, hidden), codes),
-                Region("x_scales", (rows, hidden // PIECE), f32),
-                Region("h_codes", (slots, inner), codes),
-                Region("h_scales", (slots, inner // PIECE), f32),
-            ]
-        if self.shared is not None:
-            regions += self.shared.regions(rows, storage)[1:]  # its x is ours
-        return regions
+        shared = None if self.shared is None else self.shared.intermediate_size
+        return moe_regions(self.config, shared, rows, storage)
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why; the matrix units that each expert may
@@ -326,6 +292,47 @@ class MoELayer(Block):
         if self._limits.checks:
             self.check()
         return y
+
+
+def moe_regions(
+    config: MoEConfig, shared_size: int | None, rows: int, storage: Storage
+) -> list[Region]:
+    """The workspace of a piece of `rows` tokens of a MoE block, without a layer; shared_size: I of
+    its shared expert.
+    """
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
+    numerics = Numerics.of(config.numerics)
+    slots, a8 = rows * config.top_k, numerics.activation == "a8"
+    f32, i64, codes = torch.float32, torch.int64, storage.codes
+    slot = storage.slots if numerics.slot == "bf16" else f32
+    h_rows = storage.rows_of_h(slots, experts)
+    regions = [
+        Region("x", (rows, hidden), storage.x),
+        Region("wide_ids", (slots,), i64),
+        Region("token_ids", (rows,), i64),
+        Region("expert_ids", (slots,), torch.int32),
+        Region("weights", (slots,), f32),
+        Region("logits", (rows, experts), f32),
+        Region("offsets", (experts + 1,), storage.index),
+        Region("sorted", (slots,), storage.index),
+        Region("h", (slots if a8 else h_rows, inner), f32 if a8 else storage.h),
+        Region("slots", (slots, hidden), slot),
+    ]
+    if storage.packed and not a8:
+        regions.append(Region("packed_x", (h_rows, hidden), storage.x))
+    if storage.router_parts:
+        parts = (ROUTER_SEGMENTS, min(rows, storage.router_parts), experts)
+        regions.append(Region("logit_parts", parts, f32))
+    if a8:
+        regions += [
+            Region("x_codes", (rows, hidden), codes),
+            Region("x_scales", (rows, hidden // PIECE), f32),
+            Region("h_codes", (slots, inner), codes),
+            Region("h_scales", (slots, inner // PIECE), f32),
+        ]
+    if shared_size is not None:
+        regions += dense_regions(hidden, shared_size, rows, storage)[1:]  # its x is ours
+    return regions
 
 
 def _piece_of(token_ids: Tensor | None, piece: slice) -> Tensor | None:

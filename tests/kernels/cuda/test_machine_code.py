@@ -39,6 +39,13 @@ SM_REGISTERS, SM_SHARED = 65536, 233472
 FILLING_WARPS = 4
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXACTMOE_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
 def registers_taken(machine: Code) -> tuple[int, int]:
     """Of a thread that fills the ring and one that multiplies, after they were exchanged."""
     found = {name(t).split(".")[1]: int(t.split()[-1], 16) for t in machine.main if "SETMAX" in t}

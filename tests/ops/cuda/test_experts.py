@@ -42,10 +42,8 @@ class Launched:
 
 def parameters(what: Variant | Pack) -> dict[str, type]:
     """Names and ctypes of the kernel's parameters, from its source."""
-    source = files("exactmoe.kernels.cuda") / (
-        "pack.cu" if isinstance(what, Pack) else "experts.cu"
-    )
-    (text,) = re.findall(rf"^{what.entry}\((.*?)\) \{{", source.read_text(), re.M | re.S)
+    source = (files("exactmoe.kernels.cuda") / f"{what.entry}.cu").read_text()
+    (text,) = re.findall(rf"^{what.entry}\((.*?)\) \{{", source, re.M | re.S)
     found = {}
     for parameter in text.split(","):
         kind, name = parameter.strip().rsplit(" ", 1)

@@ -106,6 +106,7 @@ def facts(launch: Launch, disassemble: bool) -> dict[str, Any]:
     names += re.findall(r"\.amdhsa_float_denorm_mode_\w+ \d", text)
     found: dict[str, Any] = {
         "counts": _counts(names),
+        "options": launch.options,
         "columns": sorted({int(width) for width in re.findall(r"kWidth = (\d+)", asm["ttgir"])}),
     }
     return found | _machine_code(asm["cubin"]) if disassemble else found

@@ -74,6 +74,12 @@ def test_an_instruction_multiplies_columns_in_a_row(code, architecture):
         assert facts["columns"] in ([], COLUMNS.get(architecture, [2])), (name, facts["columns"])
 
 
+def test_amd_is_asked_for_one_instruction(code):
+    """Left to itself it takes 32 x 32 for wide tiles."""
+    for facts in of(code, "@gfx").values():
+        assert facts["options"]["matrix_instr_nonkdim"] == 16
+
+
 def test_chains_of_128_are_not_carried_through_the_matrix_units(code):
     """Each step begins anew and ends in one fused multiply-add a sum."""
     for name, facts in of(code, r"(mxfp4 a8|fp8 a16) .*@sm_(80|90|120)$").items():

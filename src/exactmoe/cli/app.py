@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from exactmoe.cli import INTERRUPTED, bench, generate, inspect, options, verify
+from exactmoe.cli import INTERRUPTED, bench, env, generate, inspect, options, verify
 from exactmoe.errors import BitMismatch, ExactMoEError
 from exactmoe.proof.machine import package_version
 
 # A new command is a module with a function `command` and a line here.
 COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.command,
+    "env": env.command,
     "generate": generate.command,
     "inspect": inspect.command,
     "verify": verify.command,

@@ -68,7 +68,7 @@ _CUDA = tuple(
     if rows == 128 or tokens < 64
 )
 # Rows of gate_up are of each projection, and both are one operand; a program of a dense down has
-# twice the rows. Narrow dense tiles are half empty, so that 2048 rows make 128 programs.
+# twice the rows, and programs of small dense weights have fewer (ops/triton/dense_mlp.py).
 _TRITON: dict[str, tuple[Tile, ...]] = {
     "gate_up": (
         Tile(16, 32, 64, 128, 4, 4),
@@ -83,8 +83,8 @@ _TRITON: dict[str, tuple[Tile, ...]] = {
         Tile(128, 128, 128, 64, 8, 3),
     ),
     "dense_mlp": (
-        Tile(16, 16, 64, 128, 4, 4),
-        Tile(32, 16, 64, 128, 4, 4),
+        Tile(16, 32, 64, 128, 4, 4),
+        Tile(32, 32, 64, 128, 4, 4),
         Tile(64, 64, 128, 64, 8, 3),
         Tile(128, 64, 128, 64, 8, 3),
     ),

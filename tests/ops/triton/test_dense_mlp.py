@@ -7,6 +7,9 @@ import torch
 
 from exactmoe import reference
 from exactmoe.formats import PackedWeight
+from exactmoe.ops.triton import dense_mlp
+from exactmoe.ops.triton.prepare import prepare
+from exactmoe.plan.tiles import Tile
 from layers import assert_same_bits
 from paths import random_weight
 from triton_experts import FORMATS, TILE, dense, dense_down, exact_weight
@@ -88,3 +91,17 @@ def test_random_data(rng):
     _, out = dense(x, weights)
     expected = reference.dense_mlp(x, *weights, None)
     assert float((out - expected).norm() / expected.norm()) < 2.0**-10
+
+
+def test_small_weights_are_cut_in_more_programs():
+    """2048 rows fill a card; 12288 rows, and many tokens, keep the tile's height."""
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    for rows, tokens, expected in ((2048, 1, 16), (2048, 1024, 64), (12288, 1, 64)):
+        gate = prepare(PackedWeight("bf16", torch.empty(1, rows, 4096, **meta)))
+        down = prepare(PackedWeight("bf16", torch.empty(1, 4096, rows, **meta)))
+        x, h = (torch.empty(tokens, size, **meta) for size in (4096, rows))
+        given = (gate, gate, down), None, h, torch.empty(tokens, 4096, device="meta")
+        tile = Tile(128, 64, 128, 64, 8, 3)
+        first, second = dense_mlp.launches(x, *given, tile, "sm_90")
+        assert first.tile.rows == expected and first.grid[0] >= 128
+        assert second.grid[0] >= 128 and second.tile.matrix_rows >= 64

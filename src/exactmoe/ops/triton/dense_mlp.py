@@ -15,6 +15,9 @@ from exactmoe.plan.tiles import Tile, tile
 DENSE_SEGMENT = 4096
 # Token tiles that go over all weight rows together: 8 of 128 tokens by 4096 of k are 8 MB of L2.
 _GROUP = 8
+# Fewer programs leave multiprocessors of an H200 idle; fewer rows than half of the matrix unit's
+# waste more of it than idle ones do.
+_PROGRAMS, _FEWEST_ROWS = 128, 32
 
 
 def dense_mlp(
@@ -57,7 +60,7 @@ def launches(
         "gate": gate.arguments,
         "up": up.arguments,
         "h": (h.view(torch.int16), h.stride(0)),
-        "limit": 0.0 if swiglu_limit is None else swiglu_limit,
+        "limit": 0.0 if swiglu_limit is None else float(swiglu_limit),
         "num_tokens": x.shape[0],
         "rows": gate.weight.rows,
     }
@@ -73,32 +76,30 @@ def launches(
         "num_tokens": x.shape[0],
         "rows": down.weight.rows,
     }
+    pair, single = (
+        _fitted(tile, part, count, x.shape[0]) for part, count in ((gate, 2), (down, 1))
+    )
+    last = {"DIVIDE": down.divide}
     return (
-        _launch(
-            kernels.dense_gate_up, gate, first, constants, _pair_tile(tile, gate), architecture
-        ),
-        _launch(
-            kernels.dense_down,
-            down,
-            second,
-            {"DIVIDE": down.divide},
-            _tile(tile, down),
-            architecture,
-        ),
+        _launch(kernels.dense_gate_up, gate, first, constants, pair, architecture),
+        _launch(kernels.dense_down, down, second, last, single, architecture),
     )
 
 
-def _pair_tile(tile: Tile, weight: TritonWeight) -> Tile:
-    """For gate and up together: their rows are one operand."""
+def _fitted(tile: Tile, weight: TritonWeight, projections: int, num_tokens: int) -> Tile:
+    """The tile for gate and up, which are one operand, or for down with as many rows; fewer rows
+    where they would make too few programs.
+    """
+    tile = replace(tile, rows=tile.rows * 2 // projections)
     if weight.format == "fp8":
-        tile = chained(tile, projections=2)
-    return replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
-
-
-def _tile(tile: Tile, weight: TritonWeight) -> Tile:
-    """For down: as many rows as of gate and up together, if they fit."""
-    tile = replace(tile, rows=min(2 * tile.rows, tile.matrix_rows))
-    return chained(tile, projections=1) if weight.format == "fp8" else tile
+        tile = chained(tile, projections)
+    rows, tiles = tile.rows, triton.cdiv(num_tokens, tile.tokens)
+    while (
+        rows * projections > _FEWEST_ROWS
+        and triton.cdiv(weight.weight.rows, rows) * tiles < _PROGRAMS
+    ):
+        rows //= 2
+    return replace(tile, rows=rows, matrix_rows=max(64, rows * projections))
 
 
 def _launch(

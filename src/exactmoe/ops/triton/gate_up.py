@@ -67,7 +67,7 @@ def launch(
         "routes": (routes.offsets, routes.slots),
         "weights": gate.factors if weights is None else weights,
         "h": (h if rows.scales is not None else h.view(torch.int16), h.stride(0)),
-        "limit": 0.0 if swiglu_limit is None else swiglu_limit,
+        "limit": 0.0 if swiglu_limit is None else float(swiglu_limit),
         "num_experts": experts,
         "top_k": h.shape[0] // max(rows.values.shape[0], 1),
         "rows": size,

@@ -38,7 +38,9 @@ class WeightShape(NamedTuple):
     def of(cls, format: str, codes: torch.Tensor) -> "WeightShape":
         """Of codes [E, N, bytes], or bfloat16 [E, N, K]."""
         columns = codes.shape[2] * (2 if format in _FP4 else 1)
-        return cls(format, codes.shape[1], columns, codes[0].is_contiguous())
+        # From the strides: a buffer may have given its memory back, and then has no views.
+        contiguous = codes.stride()[1:] == (codes.shape[2], 1)
+        return cls(format, codes.shape[1], columns, contiguous)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,13 @@ BAD_FIELDS = [
         (Placement, {}, "cards", bad, "cards", "a non-empty sequence of device names")
         for bad in ("cpu", (), [], None, 2, ("cpu", 0), ("",), {"cpu"}, b"cpu")
     ),
+    *(
+        (Placement, {}, "partition", bad, "partition", "even, or the card's number of each expert")
+        for bad in ("odd", (), 3, {0})
+    ),
+    (Placement, {}, "partition", (0, 1), "owner of expert 1", "an integer from 0 to 0"),
+    (Placement, {}, "returns", "sums", "returns", "auto, slots, partials"),
+    (Placement, {}, "serial", 1, "serial", "True, False"),
     *((Limits, {}, "max_rows", bad, "max_rows", "an integer from 1") for bad in (0, 1.5, "9")),
     *((Limits, {}, "checks", bad, "checks", "True, False") for bad in (1, "no", None)),
 ]
@@ -117,7 +124,8 @@ def test_a_bad_field_is_named_with_its_value_and_what_is_allowed(
 ):
     with pytest.raises(ConfigError) as caught:
         kind(**{**others, field: value})
-    assert str(caught.value).startswith(f"{name} is {value!r}; allowed: ")
+    shown = value[1] if name.startswith("owner") else value
+    assert str(caught.value).startswith(f"{name} is {shown!r}; allowed: ")
     assert allowed in str(caught.value)
 
 

@@ -17,6 +17,10 @@ MAX_TOP_K = 64
 # Types of torch devices that have a path here.
 DEVICE_TYPES = ("cpu", "cuda")
 _DEVICES = ", ".join(DEVICE_TYPES)
+# Partitions that have a name, and what cards may send back.
+PARTITIONS = ("even",)
+RETURNS = ("auto", "slots", "partials")
+_PARTITION = f"{', '.join(PARTITIONS)}, or the card's number of each expert"
 # Names of the contract's classes.
 PRESETS = ("a16", "a8")
 # Tokens a piece, by default.
@@ -191,20 +195,41 @@ def _require_device(name: str) -> None:
         raise Unsupported(f"card is {name!r}; this version runs on: {_DEVICES}")
 
 
+def _checked_partition(value: object, num_cards: int) -> str | tuple[int, ...] | None:
+    if value is None or isinstance(value, str):
+        _require(value in (None, *PARTITIONS), "partition", value, _PARTITION)
+        return value
+    _require(isinstance(value, Sequence) and len(value) > 0, "partition", value, _PARTITION)
+    for expert, card in enumerate(cast(Sequence[Any], value)):
+        _require_int(f"owner of expert {expert}", card, 0, num_cards - 1)
+    return tuple(cast(Sequence[int], value))
+
+
 @dataclass(frozen=True)
 class Placement(_FromDict):
     """Where the experts of a layer live. It cannot change a bit.
 
     Attributes:
         cards: device names of this process, one a card, for example ("cuda:0", "cuda:1") or
-            ("cpu",).
+            ("cpu", "cpu"). Tokens live on the first, which is their owner.
+        partition: which card owns which expert: "even", or the card's number of each expert
+            (`Partition(...).owners`). None: as the bank is split already, else "even".
+        returns: what the other cards send back. "slots": their slots, for any partition.
+            "partials": one float32 vector a token for each complete subtree of the combine, where
+            no two cards share one of its 8 groups. "auto": partials where every other card needs
+            one vector, else slots.
+        serial: one card after the other, without overlap: a control for measurements.
 
     Raises:
-        ConfigError: no sequence of names, or torch knows no device of a name.
+        ConfigError: no sequence of names, torch knows no device of a name, or another field has a
+            value that is not allowed.
         Unsupported: nothing here runs on a device of that type.
     """
 
     cards: Sequence[str] = ("cpu",)
+    partition: str | Sequence[int] | None = None
+    returns: str = "auto"
+    serial: bool = False
 
     def __post_init__(self) -> None:
         listed = isinstance(self.cards, Sequence) and not isinstance(self.cards, str)
@@ -213,6 +238,9 @@ class Placement(_FromDict):
         for name in self.cards:
             _require_device(name)
         object.__setattr__(self, "cards", tuple(self.cards))
+        object.__setattr__(self, "partition", _checked_partition(self.partition, len(self.cards)))
+        _require_choice("returns", self.returns, *RETURNS)
+        _require(isinstance(self.serial, bool), "serial", self.serial, "True, False")
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,24 @@ down, combine. y is the only allocation.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from exactmoe import ops
-from exactmoe.bank import ExpertBank, Router
+from exactmoe.bank import ExpertBank, Router, SplitBank
 from exactmoe.block import Block, Space, lever
 from exactmoe.config import Limits, MoEConfig, Numerics, Placement
 from exactmoe.dense import DenseMLP, dense_regions
-from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.errors import BitMismatch, ConfigError, Unsupported
 from exactmoe.formats.units import PIECE
 from exactmoe.ops import Storage, compiled
+from exactmoe.parallel import Answer, place
 from exactmoe.plan import Explanation, Plan, choose, explain, tiles_of
-from exactmoe.routed import routed_slots
-from exactmoe.runtime.devices import resolve
+from exactmoe.routed import answered, card_regions, expert_regions
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_routes, check_token_ids, check_x, output
+from exactmoe.runtime.trace import RouteRing
 from exactmoe.runtime.workspace import Region
 
 # Of the contract (section 4): the chains of a router logit.
@@ -32,7 +34,8 @@ class MoELayer(Block):
 
     Args:
         config: geometry, top_k, clamp, numerics.
-        bank: the packed experts; together they must be all `num_experts` of the config.
+        bank: the packed experts, all `num_experts` of the config; or already split over the cards.
+            Where there are several cards, a whole bank is copied to them and stays as it is.
         router: needed by `layer(x)`, not by `layer.experts(x, ids, weights)`.
         shared: the shared expert, added before the one rounding to the output type.
         placement: cards; `cards` is short for Placement(cards=cards).
@@ -41,11 +44,12 @@ class MoELayer(Block):
     """
 
     fault: Tensor
+    lost: Tensor
 
     def __init__(
         self,
         config: MoEConfig,
-        bank: ExpertBank,
+        bank: ExpertBank | SplitBank,
         router: Router | None = None,
         shared: DenseMLP | None = None,
         placement: Placement | None = None,
@@ -57,10 +61,14 @@ class MoELayer(Block):
         self.config = config
         self.bank, self.router, self.shared = bank, router, shared
         self._require_fit()
-        self.placement = _placement(placement, cards, bank.device)
-        with torch.inference_mode(False):  # else it could not be written outside of that mode
-            fault = torch.zeros(1, dtype=torch.int64, device=bank.device)
-        self.register_buffer("fault", fault, persistent=False)
+        placed = place(bank, placement, cards)
+        self.placement, self.bank, self.cards = placed.placement, placed.bank, placed.cards
+        # Words that a call writes on the device and `check` reads.
+        for name in ("fault",) if self.cards is None else ("fault", "lost"):
+            with torch.inference_mode(False):  # else it could not be written outside of that mode
+                word = torch.zeros(1, dtype=torch.int64, device=bank.device)
+            self.register_buffer(name, word, persistent=False)
+        self.route_ring: RouteRing | None = None  # records what tokens chose, while it is set
         self.plan()
         self._ready()
 
@@ -132,22 +140,38 @@ class MoELayer(Block):
 
     def regions(self, rows: int, storage: Storage) -> list[Region]:
         shared = None if self.shared is None else self.shared.intermediate_size
-        return moe_regions(self.config, shared, rows, storage)
+        if self.cards is None:
+            return moe_regions(self.config, shared, rows, storage)
+        regions = block_regions(self.config, shared, rows, storage)
+        for card in range(self.cards.num_cards):
+            regions += card_regions(self.config, self.cards, card, rows, storage)
+        return regions
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why; the matrix units that each expert may
-        use.
+        use; which card owns what, and what is sent.
         """
         rows = min(width, self.max_rows)
         tiles = tiles_of(self.plan(), rows * self.config.top_k, self.config.num_experts)
         if self.shared is not None:
             tiles += tiles_of(self.plan(), rows)
-        return explain(self.plan(), self.numerics, self.limits, width, self.bank.weights(), tiles)
+        found = explain(self.plan(), self.numerics, self.limits, width, self.bank.weights(), tiles)
+        if self.cards is None:
+            return found
+        storage = ops.path(self.plan().backend).storage
+        return replace(found, cards=tuple(self.cards.describe(rows, self.config, storage)))
 
     def check(self) -> None:
         """Raise ConfigError if a call since the last check met an expert id >= num_experts (it was
-        taken as absent).
+        taken as absent), BitMismatch if several cards together served more or fewer slots than it
+        had.
         """
+        if self.cards is not None and int(self.lost):
+            self.lost.zero_()
+            raise BitMismatch(
+                f"the cards of the partition [{self.cards.partition}] have not served each slot "
+                "once; results since the last check may be wrong"
+            )
         if int(self.fault):
             self.fault.zero_()
             raise ConfigError(
@@ -261,19 +285,21 @@ class MoELayer(Block):
         other where they can, and are combined into y.
         """
 
-        def experts() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        def experts() -> Answer:
             routed = route()
-            return routed_slots(self, space, x, routed), routed
+            if self.route_ring is not None:
+                self.route_ring.record(routed[0])
+            return answered(self, space, x, routed)
 
         dense = None
         if shared is None:
-            slots, routed = experts()
+            answer = experts()
         elif self.device.type == "cuda" and lever("EXACTMOE_SHARED_STREAM"):
-            dense, (slots, routed) = space.arena.side.run(lambda: shared.run(space, x), experts)
+            dense, answer = space.arena.side.run(lambda: shared.run(space, x), experts)
         else:
             dense = shared.run(space, x)
-            slots, routed = experts()
-        space.path.combine(slots, routed, self.config.num_experts, self.numerics, dense, y)
+            answer = experts()
+        space.path.combine(*answer, dense, y)
 
     def _prepare(self, path: ops.Path) -> None:
         self.bank.prepared_for(path)
@@ -297,15 +323,19 @@ class MoELayer(Block):
 def moe_regions(
     config: MoEConfig, shared_size: int | None, rows: int, storage: Storage
 ) -> list[Region]:
-    """The workspace of a piece of `rows` tokens of a MoE block, without a layer; shared_size: I of
-    its shared expert.
+    """The workspace of a piece of `rows` tokens of a MoE block on one card, without a layer;
+    shared_size: I of its shared expert.
     """
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    numerics = Numerics.of(config.numerics)
-    slots, a8 = rows * config.top_k, numerics.activation == "a8"
-    f32, i64, codes = torch.float32, torch.int64, storage.codes
-    slot = storage.slots if numerics.slot == "bf16" else f32
-    h_rows = storage.rows_of_h(slots, experts)
+    own = expert_regions(config, config.num_experts, rows, storage)
+    return block_regions(config, shared_size, rows, storage) + own
+
+
+def block_regions(
+    config: MoEConfig, shared_size: int | None, rows: int, storage: Storage
+) -> list[Region]:
+    """As `moe_regions`, without what the routed experts need."""
+    hidden, experts, slots = config.hidden_size, config.num_experts, rows * config.top_k
+    f32, i64 = torch.float32, torch.int64
     regions = [
         Region("x", (rows, hidden), storage.x),
         Region("wide_ids", (slots,), i64),
@@ -313,23 +343,13 @@ def moe_regions(
         Region("expert_ids", (slots,), torch.int32),
         Region("weights", (slots,), f32),
         Region("logits", (rows, experts), f32),
-        Region("offsets", (experts + 1,), storage.index),
-        Region("sorted", (slots,), storage.index),
-        Region("h", (slots if a8 else h_rows, inner), f32 if a8 else storage.h),
-        Region("slots", (slots, hidden), slot),
     ]
-    if storage.packed and not a8:
-        regions.append(Region("packed_x", (h_rows, hidden), storage.x))
     if storage.router_parts:
         parts = (ROUTER_SEGMENTS, min(rows, storage.router_parts), experts)
         regions.append(Region("logit_parts", parts, f32))
-    if a8:
-        regions += [
-            Region("x_codes", (rows, hidden), codes),
-            Region("x_scales", (rows, hidden // PIECE), f32),
-            Region("h_codes", (slots, inner), codes),
-            Region("h_scales", (slots, inner // PIECE), f32),
-        ]
+    if Numerics.of(config.numerics).activation == "a8":
+        regions.append(Region("x_codes", (rows, hidden), storage.codes))
+        regions.append(Region("x_scales", (rows, hidden // PIECE), f32))
     if shared_size is not None:
         regions += dense_regions(hidden, shared_size, rows, storage)[1:]  # its x is ours
     return regions
@@ -337,25 +357,3 @@ def moe_regions(
 
 def _piece_of(token_ids: Tensor | None, piece: slice) -> Tensor | None:
     return None if token_ids is None else token_ids[piece]
-
-
-def _placement(
-    placement: Placement | None, cards: Sequence[str] | None, device: torch.device
-) -> Placement:
-    if placement is not None and cards is not None:
-        raise ConfigError(
-            "placement and cards were both given; allowed: one of them "
-            "(cards is short for a Placement)"
-        )
-    placement = placement or Placement(cards=tuple(cards) if cards is not None else (str(device),))
-    card = one_card(placement)
-    if card != device:
-        raise ConfigError(f"card is {placement.cards[0]!r}; the bank's weights are on {device}")
-    return Placement(cards=(str(card),))
-
-
-def one_card(placement: Placement) -> torch.device:
-    """The card of a placement. Unsupported: it has more than one."""
-    if len(placement.cards) > 1:
-        raise Unsupported(f"cards are {placement.cards}; this version runs a layer on one card")
-    return resolve(placement.cards[0])

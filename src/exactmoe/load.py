@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from exactmoe.bank import ExpertBank, SplitBank
 from exactmoe.checkpoint import (
     Checkpoint,
     DenseWeights,
@@ -18,14 +19,15 @@ from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
-from exactmoe.layer import MoELayer, one_card
+from exactmoe.layer import MoELayer
+from exactmoe.parallel.placement import devices_of, partition_of
 
 
 def load_layer(
     path: str | Path,
     layer: int,
     *,
-    cards: Sequence[str] = ("cpu",),
+    cards: Sequence[str] | Placement = ("cpu",),
     numerics: Numerics | str | None = None,
     limits: Limits | None = None,
     backend: str = "auto",
@@ -38,7 +40,8 @@ def load_layer(
         path: folder with config.json and safetensors files.
         layer: index of the layer. The multi-token prediction layers that the checkpoint has come
             after the last layer.
-        cards: device names; a dense layer lives on the first.
+        cards: device names, or a Placement, which says who owns which expert too; a dense layer
+            lives on the first.
         numerics: None: the family's class (glm5_next a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
         backend: "auto", or a name of plan.BACKENDS. On one device all give the same bits.
@@ -54,7 +57,8 @@ def load_layer(
         ConfigError: config.json or an argument holds a value that is not allowed.
         Unsupported: well formed, but nothing here can run it.
     """
-    device = one_card(Placement(cards=cards))
+    placement = cards if isinstance(cards, Placement) else Placement(cards=cards)
+    device = devices_of(placement)[0]
     if not isinstance(layer, int) or isinstance(layer, bool):
         raise ConfigError(f"layer is {layer!r}; allowed: an integer, the index of a layer")
     quantization = None if quantize is None else Quantization.of(quantize)
@@ -63,7 +67,7 @@ def load_layer(
     output = checkpoint.family.numerics.output
     if isinstance(weights, DenseWeights):
         return _dense(weights, limits, backend, output, device)
-    return _moe(weights, device, limits, backend)
+    return _moe(weights, placement, limits, backend)
 
 
 def _dense(
@@ -93,17 +97,22 @@ def _moved(weight: PackedWeight, device: torch.device) -> PackedWeight:
 
 
 def _moe(
-    weights: MoEWeights, device: torch.device, limits: Limits | None, backend: str
+    weights: MoEWeights, placement: Placement, limits: Limits | None, backend: str
 ) -> MoELayer:
-    shared = None
+    devices, shared = devices_of(placement), None
     if weights.shared is not None:
-        shared = _dense(weights.shared, limits, backend, "bf16", device)
+        shared = _dense(weights.shared, limits, backend, "bf16", devices[0])
+    bank: ExpertBank | SplitBank
+    if len(devices) == 1:
+        bank = weights.bank.to(devices[0])
+    else:
+        bank = weights.bank.split(partition_of(placement, weights.bank.num_experts), devices)
     return MoELayer(
         weights.config,
-        weights.bank.to(device),
-        router=weights.router.to(device),
+        bank,
+        router=weights.router.to(devices[0]),
         shared=shared,
-        placement=Placement(cards=(str(device),)),
+        placement=placement,
         limits=limits,
         backend=backend,
     )

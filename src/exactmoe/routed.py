@@ -1,4 +1,4 @@
-"""The routed experts of one piece: route table, gate_up, (quantize), down.
+"""The routed experts of one piece, on one card or several: route table, gate_up, (quantize), down.
 
 Two switches take the same slots another way, for comparison: `EXACTMOE_UNION=off` runs token by
 token, so that each reads its own experts; `EXACTMOE_HOST_LOOP=on` lets the host read the route
@@ -8,60 +8,158 @@ table and launch each expert by itself.
 import logging
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from exactmoe.bank import ExpertBank, SplitBank
 from exactmoe.block import Space, lever
+from exactmoe.config import MoEConfig, Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
+from exactmoe.formats.units import PIECE
+from exactmoe.ops import Storage
+from exactmoe.parallel import Answer, Cards, Message, Program, Wire, exchange
+from exactmoe.parallel.cards import OWNER, arrays_of, prefixed
 from exactmoe.plan import tiles_of
 from exactmoe.runtime import notes
 from exactmoe.runtime.devices import capturing
 from exactmoe.runtime.routes import RouteTable
+from exactmoe.runtime.workspace import Region
 
 if TYPE_CHECKING:
     from exactmoe.layer import MoELayer
 
 
+def expert_regions(
+    config: MoEConfig, num_experts: int, rows: int, storage: Storage
+) -> list[Region]:
+    """The arrays of `num_experts` routed experts of one card, for a piece of `rows` tokens."""
+    numerics, hidden, inner = (
+        Numerics.of(config.numerics),
+        config.hidden_size,
+        config.intermediate_size,
+    )
+    slots, a8, f32 = rows * config.top_k, numerics.activation == "a8", torch.float32
+    h_rows = storage.rows_of_h(slots, num_experts)
+    regions = [
+        Region("offsets", (num_experts + 1,), storage.index),
+        Region("sorted", (slots,), storage.index),
+        Region("h", (slots if a8 else h_rows, inner), f32 if a8 else storage.h),
+        Region("slots", (slots, hidden), storage.slots if numerics.slot == "bf16" else f32),
+    ]
+    if storage.packed and not a8:
+        regions.append(Region("packed_x", (h_rows, hidden), storage.x))
+    if a8:
+        regions.append(Region("h_codes", (slots, inner), storage.codes))
+        regions.append(Region("h_scales", (slots, inner // PIECE), f32))
+    return regions
+
+
+def card_regions(
+    config: MoEConfig, cards: Cards, card: int, rows: int, storage: Storage
+) -> list[Region]:
+    """All that one of several cards needs for a piece of `rows` tokens, under its own names."""
+    own = expert_regions(config, cards.partition.counts[card], rows, storage)
+    return prefixed(card, [*own, *cards.regions(card, rows, config, storage)])
+
+
+def answered(layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, Tensor]) -> Answer:
+    """x [T, H] and routed (expert_ids, weights) [T, K] -> what the token's card combines."""
+    if layer.cards is None:
+        slots = routed_slots(layer, space, x, routed)
+        return Answer(slots, routed, layer.config.num_experts, layer.numerics)
+    message = Message(Rows(x, None), *routed)
+    _say_once(layer, space, message.ids.numel())
+    if space.path.storage.reads_given and not lever("EXACTMOE_UNION"):
+        raise Unsupported("EXACTMOE_UNION is off, and several cards run all tokens at once")
+    if layer.numerics.activation == "a8":  # once, for all cards
+        rows = space.path.quantize(x, _scaled(space, "x", x.shape[0]))
+        message = message._replace(rows=rows)
+    cards, bank = layer.cards, layer.bank
+    assert isinstance(bank, SplitBank)
+    _require_at_home(cards, bank)
+    arrays = tuple(arrays_of(card, space.arrays) for card in range(cards.num_cards))
+
+    def start(card: int, message: Message) -> Program:
+        own = Space(space.path, arrays[card], space.arena)
+        fault = layer.fault if card == OWNER else own.arrays["fault"]
+        return _program(layer, bank[card], own, message, fault)
+
+    wire = Wire(space.path, arrays, layer.config, layer.lost)
+    return exchange(cards, wire, message, start)
+
+
+def _require_at_home(cards: Cards, bank: SplitBank) -> None:
+    if bank.cards != cards.devices:
+        raise Unsupported(
+            f"the experts are on {tuple(map(str, bank.cards))}, the layer was placed on "
+            f"{tuple(map(str, cards.devices))}; allowed: a layer that is made for where they are"
+        )
+
+
 def routed_slots(
     layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """x [T, H] and routed (expert_ids, weights) [T, K] -> slots [S, H], at their places."""
-    ids, weights = routed
+    """x [T, H] and routed (expert_ids, weights) [T, K] -> slots [S, H], at their places, of a layer
+    on one card.
+    """
+    (ids, weights), bank = routed, layer.bank
+    assert isinstance(bank, ExpertBank)
     slots = space.rows("slots", ids.numel())
     _say_once(layer, space, ids.numel())
     if not space.path.storage.reads_given or lever("EXACTMOE_UNION"):
-        _run(layer, space, x, routed, slots)
+        _run(_program(layer, bank, space, Message(Rows(x, None), ids, weights), layer.fault))
         return slots
     for token, top_k in enumerate([ids.shape[1]] * ids.shape[0]):
         one = slice(token, token + 1)
-        own = slots[token * top_k : (token + 1) * top_k]
-        _run(layer, space, x[one], (ids[one], weights[one]), own)
+        message = Message(Rows(x[one], None), ids[one], weights[one])
+        _run(_program(layer, bank, space, message, layer.fault, token * top_k))
     return slots
 
 
-def _run(
-    layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, Tensor], slots: Tensor
-) -> None:
-    """As `routed_slots`, into `slots`."""
-    (ids, weights), path, num_slots = routed, space.path, slots.shape[0]
+def _run(program: Program) -> None:
+    program.gate_up()
+    program.down()
+
+
+def _program(
+    layer: "MoELayer",
+    bank: ExpertBank,
+    space: Space,
+    message: Message,
+    fault: Tensor,
+    first_slot: int = 0,
+) -> Program:
+    """Makes the route table, then gives the launches of a card's experts: into its slots from
+    `first_slot` on. Ids are local ones.
+    """
+    (rows, ids, weights), path, num_slots = message, space.path, message.ids.numel()
     a8 = layer.numerics.activation == "a8"
-    gate, up, down = layer.bank.prepared_for(path)
-    table = RouteTable(space.arrays["offsets"], space.rows("sorted", num_slots), layer.fault)
-    path.route_table(ids, layer.config.num_experts, table)
+    slots = space.arrays["slots"][first_slot : first_slot + num_slots]
+    gate, up, down = bank.prepared_for(path)
+    table = RouteTable(space.arrays["offsets"], space.rows("sorted", num_slots), fault)
+    path.route_table(ids, bank.num_experts, table)
     launches = _launches(layer, space, table)
 
     store = path.storage
-    count = num_slots if a8 else store.rows_of_h(num_slots, layer.config.num_experts)
-    packed = space.rows("packed_x", count) if store.packed else None
-    rows, h = Rows(x, None, packed), space.rows("h", count)
-    if a8:
-        rows = path.quantize(x, _scaled(space, "x", x.shape[0]))
-    for routes in launches:
-        limit = layer.config.swiglu_limit
-        path.gate_up(rows, (gate, up), routes, weights if a8 else None, limit, h)
-    h_rows = path.quantize(h, _scaled(space, "h", num_slots)) if a8 else Rows(h, None)
-    for routes in launches:
-        path.down(h_rows, down, routes, layer.numerics, slots)
+    count = num_slots if a8 else store.rows_of_h(num_slots, bank.num_experts)
+    h = space.rows("h", count)
+    if store.packed:
+        rows = Rows(rows.values, rows.scales, space.rows("packed_x", count))
+    if a8 and rows.scales is None:
+        rows = path.quantize(rows.values, _scaled(space, "x", rows.values.shape[0]))
+
+    def first() -> None:
+        for routes in launches:
+            limit = layer.config.swiglu_limit
+            path.gate_up(rows, (gate, up), routes, weights if a8 else None, limit, h)
+
+    def second() -> None:
+        h_rows = path.quantize(h, _scaled(space, "h", num_slots)) if a8 else Rows(h, None)
+        for routes in launches:
+            path.down(h_rows, down, routes, layer.numerics, slots)
+
+    return Program(first, second)
 
 
 def _scaled(space: Space, name: str, count: int) -> Rows:

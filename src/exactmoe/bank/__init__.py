@@ -2,6 +2,19 @@
 
 from exactmoe.bank.expert_bank import ExpertBank, quantize_experts
 from exactmoe.bank.module import ExactModule
+from exactmoe.bank.partition import Partition
+from exactmoe.bank.placing import busiest, by_load, fit
 from exactmoe.bank.router import Router
+from exactmoe.bank.split import SplitBank
 
-__all__ = ["ExactModule", "ExpertBank", "Router", "quantize_experts"]
+__all__ = [
+    "ExactModule",
+    "ExpertBank",
+    "Partition",
+    "Router",
+    "SplitBank",
+    "busiest",
+    "by_load",
+    "fit",
+    "quantize_experts",
+]

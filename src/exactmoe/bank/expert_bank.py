@@ -1,15 +1,20 @@
 """ExpertBank: gate, up and down of E experts, packed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from exactmoe.bank.arranged import ArrangedModule
+from exactmoe.bank.partition import Partition
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight, quantize
 from exactmoe.ops import CANONICAL
 from exactmoe.plan import WeightShape
+
+if TYPE_CHECKING:
+    from exactmoe.bank.split import SplitBank
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -106,7 +111,46 @@ class ExpertBank(ArrangedModule):
         for name in PROJECTIONS:
             yield self.packed(name)
 
+    def split(
+        self, partition: Partition, cards: Sequence[torch.device | str], *, keep: bool = False
+    ) -> "SplitBank":
+        """Puts each expert on the card that owns it, in canonical order.
+
+        Bytes are copied in pieces of 64 MiB, then every byte is read back and compared; only then
+        does this bank let its memory go, and no longer holds experts.
+
+        Args:
+            partition: who owns which expert.
+            cards: a device for each card.
+            keep: keep the experts here as well.
+
+        Raises:
+            ConfigError: the partition is of other experts or cards, or a range passes its bank.
+            BitMismatch: a byte differs; names card and piece. This bank is as it was.
+        """
+        from exactmoe.bank.split import split
+
+        return split(self, partition, cards, keep=keep)
+
+    def release(self) -> None:
+        """Let the memory of the experts go. What reads them afterwards raises ConfigError."""
+        self._require_eager("the experts are released")
+        self._packed_cache.clear()
+        self._prepared.clear()
+        self._buffers.clear()
+        self._released = True
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__.get("_released") and name.startswith(PROJECTIONS):
+            raise ConfigError(
+                f"{name} was released, its experts were split over cards; "
+                "allowed: split(..., keep=True) keeps them"
+            )
+        return super().__getattr__(name)
+
     def extra_repr(self) -> str:
+        if self.__dict__.get("_released"):
+            return "released"
         sizes = f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"
         sizes += f", intermediate_size={self.intermediate_size}"
         order = "" if self.layout == CANONICAL else f", layout={self.layout}"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from exactmoe.bank import ExpertBank
+from exactmoe.bank import ExpertBank, SplitBank
 from exactmoe.checkpoint import Checkpoint, LayerPlan, TensorInfo, WeightPlan
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import CheckpointError, Unsupported
@@ -123,7 +123,7 @@ class Origin:
             )
 
 
-def _to_save(bank: ExpertBank, projection: str) -> PackedWeight:
+def _to_save(bank: ExpertBank | SplitBank, projection: str) -> PackedWeight:
     """A projection in canonical order: the parameters' own memory, or a copy on the host, since all
     of them together may not fit the card a second time.
     """

@@ -26,6 +26,7 @@ class Explanation:
             a bit.
         tiles: of the ops of a piece; a CPU's are fixed and not named.
         switches: of the environment that are not at their default.
+        cards: a token's way through several cards, a line each.
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class Explanation:
     fp8_experts: tuple[int, ...]
     tiles: tuple[TileChoice, ...] = ()
     switches: tuple[tuple[str, Any], ...] = ()
+    cards: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -55,6 +57,7 @@ class Explanation:
             "fp8_experts": list(self.fp8_experts),
             "tiles": {c.op: {**asdict(c.tile), "reason": c.reason} for c in self.tiles},
             "switches": dict(self.switches),
+            "cards": list(self.cards),
         }
 
     def __str__(self) -> str:
@@ -68,6 +71,7 @@ class Explanation:
         lines = [str(self.plan), f"  {calls}"]
         lines += [f"  {choice}" for choice in self.tiles]
         lines.append(f"  {units}")
+        lines += [f"  {line}" for line in self.cards]
         lines += [f"  switch {name}={value}" for name, value in self.switches]
         return "\n".join(lines)
 

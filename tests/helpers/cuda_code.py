@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from exactmoe.kernels.cuda.compile import cubin
-from exactmoe.kernels.cuda.source import STRIP, WIDEST_GATHER, Pack, Variant
+from exactmoe.kernels.cuda.source import WIDEST_GATHER, Pack, Variant
 from exactmoe.plan.tiles import TILES
 
 FORMATS = ("nvfp4", "mxfp4")
@@ -25,18 +25,17 @@ def variants() -> list[Variant]:
     for format in FORMATS:
         for tile in TILES["cuda"]["gate_up"]:
             gather = tile.tokens <= WIDEST_GATHER
-            found.append(Variant("gate_up", format, tile.tokens, tile.rows // STRIP, gather))
+            found.append(Variant("gate_up", format, tile.tokens, gather))
         for tile in TILES["cuda"]["down"]:
             for wide in (False, True):
-                strips = tile.rows // STRIP
-                found.append(Variant("down", format, tile.tokens, strips, slot_f32=wide))
+                found.append(Variant("down", format, tile.tokens, slot_f32=wide))
     return found
 
 
 def variant_name(variant: Variant) -> str:
-    """For a test's id: "down nvfp4 40x6 f32"."""
+    """For a test's id: "down nvfp4 40 f32"."""
     rows = " gather" * variant.gather + " f32" * variant.slot_f32
-    return f"{variant.op} {variant.format} {variant.tokens}x{variant.strips}{rows}"
+    return f"{variant.op} {variant.format} {variant.tokens}{rows}"
 
 
 @dataclass(frozen=True)

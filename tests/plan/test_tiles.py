@@ -15,10 +15,8 @@ def no_switch(monkeypatch):
 def test_the_table_is_ascending_and_fits_the_instruction(backend):
     assert tuple(TILES[backend]) == OPS
     for op, tiles in TILES[backend].items():
-        shapes = [(tile.tokens, tile.rows) for tile in tiles]
-        assert shapes == sorted(set(shapes))
         widths = [tile.tokens for tile in tiles]
-        assert {tile.tokens for tile in tiles if tile.experts == 0} == set(widths)
+        assert widths == sorted(set(widths))
         # wgmma takes any multiple of 8; a Triton dot at least 16.
         least = 8 if backend == "cuda" and op != "dense_mlp" else 16
         assert all(width % least == 0 for width in widths)
@@ -32,13 +30,6 @@ def test_the_table_is_ascending_and_fits_the_instruction(backend):
 )
 def test_the_narrowest_tile_that_holds_an_expert(tokens, width):
     assert tile("cuda", "sm_90", "gate_up", tokens * 8, 288).tokens == width
-
-
-def test_more_rows_a_program_where_many_experts_are_in_use():
-    """Six strips make 11 blocks of an expert with 2048 rows, four make 16: few experts need more."""
-    rows = {tokens: tile("cuda", "sm_90", "gate_up", tokens * 8, 288).rows for tokens in (4, 8)}
-    assert rows == {4: 128, 8: 192}
-    assert tile("cuda", "sm_90", "gate_up", 4096 * 8, 288).rows == 128  # a wide tile has one kind
 
 
 def test_rows_of_an_expert_in_use():
@@ -79,7 +70,7 @@ def test_a_width_that_is_not_offered_is_refused(width, monkeypatch):
 
 def test_the_reason_says_how_many_rows():
     assert str(choose_tile("cuda", "sm_90", "down", 8192, 288)) == (
-        "down: 40 tokens x 192 rows, k 128, 28 warps "
+        "down: 40 tokens x 128 rows, k 128, 20 warps "
         "(28.4 rows an expert in use; the narrowest that holds them)"
     )
     assert "the widest" in choose_tile("triton", "sm_80", "down", 10**6, 8).reason

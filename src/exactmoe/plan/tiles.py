@@ -27,7 +27,6 @@ class Tile:
         columns: k of a step.
         warps: warps of a program.
         stages: k steps in flight; 0: as many as shared memory holds.
-        experts: experts in use from which it is offered: more rows a program make fewer programs.
     """
 
     tokens: int
@@ -36,7 +35,6 @@ class Tile:
     columns: int
     warps: int
     stages: int
-    experts: int = 0
 
     def __str__(self) -> str:
         stages = f", {self.stages} stages" if self.stages else ""
@@ -59,14 +57,7 @@ class TileChoice:
 
 # Backend -> op -> tiles by ascending tokens. kernels/cuda/experts.cu fills shared memory with its
 # ring; the others are kernels/triton.
-# Its narrow tiles leave registers for six warpgroups instead of four, each with 32 rows.
-_SIX_FROM = 48
-_CUDA = tuple(
-    Tile(tokens, rows, 64, 128, rows // 8 + 4, 0, experts)
-    for tokens in (8, 16, 40, 64, 128)
-    for rows, experts in ((128, 0), (192, _SIX_FROM))
-    if rows == 128 or tokens < 64
-)
+_CUDA = tuple(Tile(tokens, 128, 64, 128, 20, 0) for tokens in (8, 16, 40, 64, 128))
 # Rows of gate_up are of each projection, and both are one operand; a program of a dense down has
 # twice the rows, and programs of small dense weights have fewer (ops/triton/dense_mlp.py).
 _TRITON: dict[str, tuple[Tile, ...]] = {
@@ -137,38 +128,27 @@ def _choice(
     forced: int | None,
 ) -> TileChoice:
     table = ON_ARCHITECTURE.get((backend, architecture), {}).get(op) or TILES[backend][op]
-    used = used_experts(num_slots, num_experts)
     if forced is not None:
         if forced not in offered(backend):
             widths = ", ".join(map(str, offered(backend)))
             raise ConfigError(
                 f"EXACTMOE_TILE is {forced}; allowed on backend {backend!r}: {widths}"
             )
-        return TileChoice(op, _narrowest(table, forced, used), f"EXACTMOE_TILE={forced}")
+        return TileChoice(op, _narrowest(table, forced), f"EXACTMOE_TILE={forced}")
     mean = rows_per_expert(num_slots, num_experts)
     needed = num_slots if num_experts == 1 else mean + 2 * sqrt(mean)
-    chosen = _narrowest(table, needed, used)
+    chosen = _narrowest(table, needed)
     why = "the narrowest that holds them" if chosen.tokens >= needed else "the widest"
     who = "rows" if num_experts == 1 else "rows an expert in use"
     return TileChoice(op, chosen, f"{mean:.1f} {who}; {why}")
 
 
-def _narrowest(table: tuple[Tile, ...], tokens: float, used: float) -> Tile:
-    """The tile of the least width that holds `tokens`, else of the widest; of those the last that
-    this many experts in use allow.
-    """
-    allowed = [tile for tile in table if tile.experts <= used]
-    fitting = [tile.tokens for tile in allowed if tile.tokens >= tokens]
-    width = min(fitting, default=allowed[-1].tokens)
-    return [tile for tile in allowed if tile.tokens == width][-1]
-
-
-def used_experts(num_slots: int, num_experts: int) -> float:
-    """Mean experts that a call uses, were its slots drawn uniformly."""
-    return num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** num_slots)
+def _narrowest(table: tuple[Tile, ...], tokens: float) -> Tile:
+    """The narrowest tile that holds `tokens`, else the widest."""
+    return next((tile for tile in table if tile.tokens >= tokens), table[-1])
 
 
 def rows_per_expert(num_slots: int, num_experts: int) -> float:
     """Mean rows of the experts that a call uses, were its slots drawn uniformly."""
-    used = used_experts(num_slots, num_experts)
+    used = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** num_slots)
     return num_slots / used if used > 0 else 0.0

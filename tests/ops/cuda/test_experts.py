@@ -17,7 +17,7 @@ from cuda_code import variants
 from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
-from exactmoe.kernels.cuda.source import Pack, Variant
+from exactmoe.kernels.cuda.source import THREADS, Pack, Variant
 from exactmoe.ops import PACKED
 from exactmoe.ops.cuda import experts
 from exactmoe.ops.cuda.prepare import CudaWeight
@@ -119,7 +119,7 @@ def test_gate_up_of_few_tokens(launched, format):
     gate, up = weight(format), weight(format)
     x, _, h, routes = run_gate_up((gate, up), limit=1.5)
     (one,) = launched
-    assert one.what == Variant("gate_up", format, 8, 4, gather=True)
+    assert one.what == Variant("gate_up", format, 8, gather=True)
     assert one.early
     assert one.arguments == {
         **addresses("first", gate),
@@ -151,7 +151,7 @@ def test_gate_up_of_many_tokens_packs_them_first(launched):
         "k": 384,
         "top_k": 3,
     }
-    assert one.what == Variant("gate_up", "nvfp4", 128, 4) and one.early
+    assert one.what == Variant("gate_up", "nvfp4", 128) and one.early
     assert one.arguments["x"] == scratch.data_ptr() and one.arguments["out"] == h.data_ptr()
     assert one.arguments["top_k"] == 3 and one.arguments["limit"] == inf
 
@@ -170,7 +170,7 @@ def test_down(launched, numerics, early):
     down = weight("mxfp4", rows=384, columns=256)
     h, out, routes = run_down(down, numerics=numerics, early=early)
     (one,) = launched
-    assert one.what == Variant("down", "mxfp4", 8, 4, slot_f32=numerics is F32)
+    assert one.what == Variant("down", "mxfp4", 8, slot_f32=numerics is F32)
     assert one.early == early
     assert one.arguments == {
         **addresses("first", down),
@@ -226,8 +226,8 @@ def test_no_slots_launch_nothing(launched):
 def test_a_block_for_each_item_up_to_one_a_processor(
     launched, op, num_experts, tokens, rng, monkeypatch
 ):
-    """Items of any routing: tiles of each expert, times blocks of strips of 32 rows of two panels
-    (gate and up, or two of down).
+    """Items of any routing: tiles of each expert, times pairs of panels (gate and up, or two of
+    down).
     """
     slots, rows = 3 * tokens, 640  # five panels
 
@@ -240,14 +240,13 @@ def test_a_block_for_each_item_up_to_one_a_processor(
         return launched[-1]
 
     one = run()
-    strips = 4 * (5 if op == "gate_up" else 3)
-    blocks = ceil(strips / one.what.strips)
+    blocks = 5 if op == "gate_up" else 3
     ids = torch.randint(0, num_experts, (slots,), generator=rng)
     spread, together = ids.bincount(minlength=num_experts), torch.tensor([slots])
     for counts in (spread, together):
         assert one.grid[0] >= int(sum(ceil(n / one.what.tokens) for n in counts.tolist())) * blocks
     assert one.grid[0] <= slots * blocks
-    assert one.grid[1:] == (1, one.what.threads)
+    assert one.grid[1:] == (1, THREADS)
     monkeypatch.setattr(experts, "_processors", lambda device: PROCESSORS)
     assert run().grid[0] == min(PROCESSORS, one.grid[0])
 

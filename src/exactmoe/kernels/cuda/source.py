@@ -17,13 +17,14 @@ _PARTS = (
 )
 _PACK_PARTS = ("ptx.cuh", "pack.cu")
 # Token widths that are offered. All use wgmma m64nNk16, so none changes a bit.
-TOKENS = (8, 16, 32, 40, 64, 128)
+TOKENS = (8, 16, 40, 64, 128)
 _WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 120)
-PANEL, STRIP = 128, 32  # weight rows
+PANEL = 128  # weight rows
+THREADS = 640
 # Of shared memory, a block may have this much (sm_90), and the kernel's own arrays need some.
 _SHARED_BYTES = 232448 - 8704
-_STRIP_BYTES = {"nvfp4": 2048 + 256, "mxfp4": 2048 + 128}  # of one panel
-_STAGING_BYTES = 32 * 80  # of a strip
+_PANEL_BYTES = {"nvfp4": 8192 + 1024, "mxfp4": 8192 + 512}
+_STAGING_BYTES = 4 * 32 * 80
 _BARRIER_BYTES = 256
 _ALIGNMENT = 1024
 _MOST_STAGES = 12
@@ -39,7 +40,6 @@ class Variant:
         op: "gate_up" or "down".
         format: "nvfp4" or "mxfp4".
         tokens: the tile's token width.
-        strips: of 32 weight rows of two panels, that a block takes: 4, or 6 for narrow tiles.
         gather: gate_up only: rows come from x, not packed.
         slot_f32: down only: slots are float32, not bfloat16.
     """
@@ -47,24 +47,18 @@ class Variant:
     op: str
     format: str
     tokens: int
-    strips: int = 4
     gather: bool = False
     slot_f32: bool = False
 
     @property
     def _fixed_bytes(self) -> int:
-        staging = self.strips * _STAGING_BYTES if self.tokens >= 24 else 0
+        staging = _STAGING_BYTES if self.tokens >= 24 else 0
         return staging + _BARRIER_BYTES + _ALIGNMENT
 
     @property
     def _stage_bytes(self) -> int:
-        """128 of k of the strips of both panels, and of the token rows."""
-        return 2 * self.strips * _STRIP_BYTES[self.format] + self.tokens * 256
-
-    @property
-    def threads(self) -> int:
-        """Of a block: a warpgroup a strip, and one that fills the ring."""
-        return 128 * (self.strips + 1)
+        """128 of k of two panels and of the token rows."""
+        return 2 * _PANEL_BYTES[self.format] + self.tokens * 256
 
     @property
     def stages(self) -> int:
@@ -82,7 +76,6 @@ class Variant:
         """CUDA C++."""
         constants = {
             "TOKENS": self.tokens,
-            "STRIPS": self.strips,
             "STAGES": self.stages,
             "FORMAT_NVFP4": int(self.format == "nvfp4"),
             "GATE_UP": int(self.op == "gate_up"),

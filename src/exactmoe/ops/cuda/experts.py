@@ -13,7 +13,7 @@ from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.cuda.compile import Kernel, kernel, pointer
-from exactmoe.kernels.cuda.source import PANEL, STRIP, WIDEST_GATHER, Pack, Variant
+from exactmoe.kernels.cuda.source import PANEL, THREADS, WIDEST_GATHER, Pack, Variant
 from exactmoe.ops.cuda.prepare import CudaWeight
 from exactmoe.plan.tiles import tile
 from exactmoe.runtime.routes import RouteTable
@@ -61,7 +61,7 @@ def gate_up(
         divide=int(gate.divide) + 2 * int(up.divide),
         limit=_NO_CLAMP if swiglu_limit is None else swiglu_limit,
     )
-    variant = Variant("gate_up", gate.format, chosen.tokens, chosen.rows // STRIP, gather)
+    variant = Variant("gate_up", gate.format, chosen.tokens, gather)
     _launch(variant, (gate, up), routes, (x, h), geometry, True)
 
 
@@ -83,7 +83,7 @@ def down(
         return
     chosen = tile("cuda", _ARCHITECTURE, "down", slots.shape[0], down.num_experts)
     wide = numerics.slot == "f32"
-    variant = Variant("down", down.format, chosen.tokens, chosen.rows // STRIP, slot_f32=wide)
+    variant = Variant("down", down.format, chosen.tokens, slot_f32=wide)
     geometry = _Geometry(-(-down.rows // (2 * PANEL)), 1, int(down.divide), _NO_CLAMP)
     _launch(variant, (down, down), routes, (h.values, slots), geometry, early)
 
@@ -123,9 +123,8 @@ def _launch(
         *(ctypes.c_uint32(number) for number in numbers),
         ctypes.c_float(geometry.limit),
     ]
-    blocks = -(-geometry.pairs * (PANEL // STRIP) // variant.strips)
-    most = min(num_slots, num_slots // variant.tokens + first.num_experts) * blocks
-    grid = (min(_processors(out.device.index), most), 1, variant.threads)
+    most = min(num_slots, num_slots // variant.tokens + first.num_experts) * geometry.pairs
+    grid = (min(_processors(out.device.index), most), 1, THREADS)
     _queue(kernel(variant), out, grid, arguments, early)
 
 

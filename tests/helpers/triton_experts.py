@@ -15,7 +15,7 @@ from exactmoe.formats import PackedWeight, e2m1
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.scales import decode_e4m3, encode_e4m3
 from exactmoe.ops.triton import dense_mlp, down, gate_up
-from exactmoe.ops.triton.launch import architecture
+from exactmoe.ops.triton.launch import Launch, architecture
 from exactmoe.ops.triton.prepare import prepare
 from exactmoe.plan.tiles import Tile
 from exactmoe.reference.functions import to_bf16
@@ -162,23 +162,37 @@ def dense(
     tile: Tile = TILE,
 ) -> tuple[Tensor, Tensor]:
     """(h bfloat16 [T, I], out float32 [T, H]) of the Triton path, on the CPU; x bfloat16 [T, H]."""
-    tokens = len(x)
-    h = torch.full((tokens, weights[0].rows), SENTINEL, dtype=torch.bfloat16, device=DEVICE)
-    out = torch.full((tokens, weights[2].rows), SENTINEL, device=DEVICE)
-    gate, up, last = (prepare(on_device(weight)) for weight in weights)
-    given = (x.to(DEVICE), (gate, up, last), limit, h, out, tile, architecture(h.device))
-    for launch in dense_mlp.launches(*given):
+    h = _filled_rows(x, weights[0].rows, torch.bfloat16)
+    out = _filled_rows(x, weights[2].rows, torch.float32)
+    for launch in _dense_launches(x, weights, limit, h, out, tile):
         launch.run()
     return h.cpu(), out.cpu()
 
 
-def dense_down(h: Tensor, weight: PackedWeight, tile: Tile = TILE) -> Tensor:
-    """The second launch of dense_mlp alone: h bfloat16 [T, I] -> float32 [T, H], on the CPU."""
+def dense_gate_up(x: Tensor, gate: PackedWeight, up: PackedWeight, limit: float) -> Tensor:
+    """The first launch alone: h bfloat16 [T, I]."""
+    h, out = _filled_rows(x, gate.rows, torch.bfloat16), _filled_rows(x, 1, torch.float32)
+    last = PackedWeight("bf16", torch.zeros(1, 1, gate.rows, dtype=torch.bfloat16))
+    launch, _ = _dense_launches(x, (gate, up, last), limit, h, out, TILE)
+    launch.run()
+    return h.cpu()
+
+
+def dense_down(h: Tensor, weight: PackedWeight) -> Tensor:
+    """The second launch alone: h bfloat16 [T, I] -> float32 [T, H]."""
     inner = PackedWeight("bf16", torch.zeros(1, h.shape[1], 16, dtype=torch.bfloat16))
-    x = torch.zeros(len(h), 16, dtype=torch.bfloat16, device=DEVICE)
-    out = torch.full((len(h), weight.rows), SENTINEL, device=DEVICE)
-    first, last = prepare(on_device(inner)), prepare(on_device(weight))
-    given = (x, (first, first, last), None, h.to(DEVICE), out, tile, architecture(x.device))
-    _, launch = dense_mlp.launches(*given)
+    x = torch.zeros(len(h), 16, dtype=torch.bfloat16)
+    out = _filled_rows(h, weight.rows, torch.float32)
+    _, launch = _dense_launches(x, (inner, inner, weight), None, h.to(DEVICE), out, TILE)
     launch.run()
     return out.cpu()
+
+
+def _filled_rows(like: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((len(like), columns), SENTINEL, dtype=dtype, device=DEVICE)
+
+
+def _dense_launches(x, weights, limit, h, out, tile) -> tuple[Launch, Launch]:
+    prepared = tuple(prepare(on_device(weight)) for weight in weights)
+    given = (x.to(DEVICE), prepared, limit, h, out, tile, architecture(h.device))
+    return dense_mlp.launches(*given)

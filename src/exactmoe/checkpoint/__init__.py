@@ -1,7 +1,8 @@
 """Checkpoints: what a folder holds, where each tensor goes, and the weights of one layer."""
 
 from exactmoe.checkpoint.audit import LoadReport, audit
-from exactmoe.checkpoint.index import Checkpoint, TensorInfo
+from exactmoe.checkpoint.header import TensorInfo
+from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.load import DenseWeights, MoEWeights, read_dense, read_layer, read_moe
 from exactmoe.checkpoint.plan import LayerPlan, WeightPlan
 from exactmoe.checkpoint.planner import plan_layer

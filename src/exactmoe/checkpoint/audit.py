@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exactmoe.checkpoint.index import Checkpoint, TensorInfo
+from exactmoe.checkpoint.header import TensorInfo
+from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.plan import Finding, LayerPlan
 from exactmoe.checkpoint.planner import plan_layer, unexpected
 from exactmoe.errors import CheckpointError, Unsupported

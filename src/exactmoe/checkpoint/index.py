@@ -1,21 +1,17 @@
 """What a checkpoint folder holds: its config, and every tensor's file, dtype, shape and bytes.
 
 The index is the authority; a folder without one is its only file, or all of its files together.
-Headers are read through safetensors, values are not read here.
+Values are not read here.
 """
 
 import itertools
-import json
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from exactmoe.checkpoint.header import TensorInfo, read_header, read_json
 from exactmoe.config import Numerics
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.families import Family, family_of
@@ -23,35 +19,14 @@ from exactmoe.families import Family, family_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# The longest header that safetensors reads (MAX_HEADER_SIZE in its tensor.rs).
-_MAX_HEADER = 100_000_000
-# Bits of a safetensors dtype; the names are those of its headers.
-BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16,
-    "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a checkpoint, from a file's header.
-
-    Attributes:
-        name: full name.
-        file: name of its file inside the folder.
-        dtype: as safetensors spells it ("U8", "F8_E4M3", "BF16", ...).
-        shape: () for a scalar.
-        nbytes: of its values.
-    """
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.name} ({self.dtype} {list(self.shape)})"
+# Fields of config.json that count layers or experts.
+_COUNTED = (
+    "num_hidden_layers",
+    "num_nextn_predict_layers",
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts",
+)
 
 
 class Checkpoint:
@@ -79,10 +54,13 @@ class Checkpoint:
             numerics = Numerics.of(numerics)
         self.path = Path(path)
         _require_folder(self.path)
-        self.config = _read_json(self.path / "config.json")
+        self.config = read_json(self.path / "config.json")
         self.tensors = _read_tensors(self.path)
+        _require_plausible(self.path / "config.json", self.config, self.tensors.values())
         try:
             self.family: Family = family_of(self.config, self.tensors, numerics)
+        except OverflowError as error:
+            raise CheckpointError(f"{self.path / 'config.json'}: {error}") from error
         except (ConfigError, Unsupported, CheckpointError) as error:
             raise type(error)(f"{self.path / 'config.json'}: {error}") from error
         self._leaves = _group(self.tensors.values())
@@ -110,25 +88,23 @@ def _require_folder(path: Path) -> None:
         raise CheckpointError(f"{path} is {what}; allowed: a checkpoint folder")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}; allowed: an object")
-    return content
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} appears twice in one object")
-    return content
+def _require_plausible(path: Path, config: dict[str, Any], infos: Iterable[TensorInfo]) -> None:
+    """Refuses what would cost time and memory before any check of names and shapes."""
+    if not isinstance(config.get("model_type"), str | None):
+        raise CheckpointError(f"{path}: model_type is {config['model_type']!r}; allowed: a string")
+    text = config.get("text_config")
+    if not isinstance(text, dict | None):
+        raise CheckpointError(f"{path}: text_config is {text!r:.100}; allowed: an object")
+    infos = list(infos)
+    # Each layer has a tensor of its own; each expert too, or a row of a stacked one.
+    most = max([len(infos), *(info.shape[0] for info in infos if info.shape and info.nbytes)])
+    for part in (config, text or {}):
+        for name in _COUNTED:
+            if isinstance(value := part.get(name), int) and value > most:
+                raise CheckpointError(
+                    f"{path}: {name} is {value!r:.40}, but the files have {len(infos)} tensors and "
+                    f"no dimension above {most}"
+                )
 
 
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:
@@ -159,9 +135,20 @@ def _files_without_index(path: Path) -> list[str]:
 
 
 def _read_indexed(path: Path) -> dict[str, TensorInfo]:
-    weight_map = _read_json(path / INDEX).get("weight_map")
+    weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map")
+    for name, file in weight_map.items():
+        # safetensors follows any path; links inside the folder, as the hub's cache has, are fine.
+        if (
+            not isinstance(file, str)
+            or file != Path(file).name
+            or "\0" in file
+            or file in ("", "..")
+        ):
+            raise CheckpointError(
+                f"{path / INDEX} puts {name} into {file!r:.200}; allowed: a file of the folder"
+            )
     files = list(dict.fromkeys(weight_map.values()))
     if (path / SINGLE).is_file() and SINGLE not in files:
         raise CheckpointError(
@@ -183,58 +170,6 @@ def _read_indexed(path: Path) -> dict[str, TensorInfo]:
         if name not in found:
             raise CheckpointError(f"{name} is not in {path / file}, where {INDEX} puts it")
     return found
-
-
-def read_header(path: Path, file: str) -> list[TensorInfo]:
-    """Every tensor of one safetensors file of the folder `path`; no values are read."""
-    try:
-        with safe_open(path / file, framework="pt") as handle:
-            slices = [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118
-            headers = [(name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices]
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path / file} is missing") from error
-    except (OSError, SafetensorError) as error:
-        reason = _truncation(path / file) or error
-        raise CheckpointError(f"{path / file} cannot be read: {reason}") from error
-    return [
-        TensorInfo(name, file, dtype, shape, _nbytes(path / file, name, dtype, shape))
-        for name, dtype, shape in headers
-    ]
-
-
-def _truncation(file: Path) -> str | None:
-    """Bytes found and asked for where a file that safetensors refused is too short, else None.
-
-    Layout (safetensors' README, "Format"): u64 N, little-endian; N bytes of JSON; the values, whose
-    offsets count from the end of the JSON.
-    """
-    try:
-        with file.open("rb") as handle:
-            size = handle.seek(0, os.SEEK_END)
-            handle.seek(0)
-            asked = 8 + int.from_bytes(handle.read(8), "little")
-            if size < 8 or asked > 8 + _MAX_HEADER:
-                return None
-            if size >= asked:
-                entries = json.loads(handle.read(asked - 8))
-                ends = [e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__"]
-                asked += max(ends, default=0)
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
-        return None  # not a safetensors file: safetensors' own words stand
-    if size >= asked:
-        return None
-    return (
-        f"it is truncated: {size} bytes are there, its header asks for {asked}; copy the file again"
-    )
-
-
-def _nbytes(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    if dtype not in BITS:
-        raise CheckpointError(f"{file}: {name} has dtype {dtype}; known: {', '.join(BITS)}")
-    values = 1
-    for size in shape:
-        values *= size
-    return values * BITS[dtype] // 8
 
 
 def _group(infos: Iterable[TensorInfo]) -> dict[str, dict[str, TensorInfo]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from exactmoe.checkpoint.dialects import Dialect, Part
-from exactmoe.checkpoint.index import TensorInfo
+from exactmoe.checkpoint.header import TensorInfo
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.families import LayerSpec
 

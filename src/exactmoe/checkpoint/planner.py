@@ -1,6 +1,7 @@
 """Planning one layer from headers alone: routed experts, router, shared expert or dense MLP."""
 
-from exactmoe.checkpoint.index import Checkpoint, TensorInfo
+from exactmoe.checkpoint.header import TensorInfo
+from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.plan import Finding, LayerPlan
 from exactmoe.checkpoint.projections import expert_plans, size, weight_plan
 from exactmoe.families import PROJECTIONS

@@ -11,7 +11,8 @@ from exactmoe.checkpoint.dialects import (
     detect,
     refused,
 )
-from exactmoe.checkpoint.index import Checkpoint, TensorInfo
+from exactmoe.checkpoint.header import TensorInfo
+from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.plan import LayerPlan, Source, Stored, WeightPlan
 from exactmoe.families import STACKED_PROJECTIONS
 

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exactmoe.checkpoint.dialects import Part
-from exactmoe.checkpoint.index import Checkpoint, TensorInfo
+from exactmoe.checkpoint.header import TensorInfo
+from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.plan import Source, Stored, WeightPlan
 from exactmoe.checkpoint.values import converted
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported

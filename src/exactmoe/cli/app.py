@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from exactmoe.cli import INTERRUPTED, bench, env, generate, inspect, options, verify
+from exactmoe.cli import INTERRUPTED, bench, env, generate, inspect, options, plan, verify
 from exactmoe.errors import BitMismatch, ExactMoEError
 from exactmoe.proof.machine import package_version
 
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "env": env.command,
     "generate": generate.command,
     "inspect": inspect.command,
+    "plan": plan.command,
     "verify": verify.command,
 }
 MISMATCH, BAD_INPUT = 1, 2

@@ -1,0 +1,278 @@
+"""Where a model fits: bytes of each card in closed form, nothing is loaded and nothing runs.
+
+Routed experts are cut over the cards, whole ones, the same cut in every layer (bank/placing.py).
+Everything else lies on the first card.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from exactmoe.bank.partition import Partition
+from exactmoe.bank.placing import fit
+from exactmoe.dense import dense_regions
+from exactmoe.errors import ConfigError
+from exactmoe.families import LayerSpec
+from exactmoe.layer import moe_regions
+from exactmoe.ops import DEVICE, PACKED, Storage
+from exactmoe.report.model_bytes import ModelBytes
+from exactmoe.report.sizes import gib
+from exactmoe.runtime.workspace import total_bytes
+
+# A process that replays graphs has one arena for calls and one for what it captured.
+ARENAS = 2
+WIDTHS = (1, 2, 4, 8, 16)
+_MOST_CARDS = 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked for.
+
+    Attributes:
+        model: the model.
+        free_bytes: of each card, before anything is loaded.
+        rows: tokens a piece of a call.
+        kv_reserve: bytes kept free on each card for the KV cache.
+        other_bytes: of attention, embeddings and norms, on the first card.
+    """
+
+    model: ModelBytes
+    free_bytes: tuple[int, ...]
+    rows: int
+    kv_reserve: tuple[int, ...]
+    other_bytes: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card, in bytes; `left` is what the KV cache may take, and negative where it is over."""
+
+    free: int
+    experts: int
+    dense: int
+    other: int
+    workspace: int
+    kv_reserve: int
+
+    @property
+    def left(self) -> int:
+        return self.free - self.experts - self.dense - self.other - self.workspace
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The answer.
+
+    Attributes:
+        setting: what was asked.
+        cards: bytes of each card; without a partition no expert is counted.
+        partition: which card owns which expert, in every layer; None: it does not fit.
+        missing: bytes that are missing in all, 0 where it fits.
+        would_fit: changes that make it fit, one of them is enough.
+    """
+
+    setting: Setting
+    cards: tuple[Card, ...]
+    partition: Partition | None
+    missing: int = 0
+    would_fit: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        model, partition = self.setting.model, self.partition
+        return {
+            "model": model.name,
+            "model_type": model.model_type,
+            "source": model.source,
+            "format": model.format,
+            "routed_bytes": model.routed_bytes,
+            "dense_bytes": model.mlp_bytes,
+            "other_bytes": self.setting.other_bytes,
+            "rows": self.setting.rows,
+            "workspace_arenas": ARENAS,
+            "fits": partition is not None,
+            "missing_bytes": self.missing,
+            "would_fit": list(self.would_fit),
+            "cards": [{**card.__dict__, "left": card.left} for card in self.cards],
+            "experts": None if partition is None else list(map(list, partition.experts)),
+        }
+
+
+def plan_model(setting: Setting) -> ModelPlan:
+    """Bytes of each card, the partition by free bytes, and what would fit if it does not.
+
+    Raises:
+        ConfigError: the reserves are not one a card, or the layers differ in their experts.
+    """
+    plan = _placed(setting)
+    if plan.partition is not None:
+        return plan
+    return replace(plan, would_fit=tuple(_changes(setting)))
+
+
+def _placed(setting: Setting) -> ModelPlan:
+    model, num_cards = setting.model, len(setting.free_bytes)
+    if len(setting.kv_reserve) != num_cards:
+        raise ConfigError(
+            f"{len(setting.kv_reserve)} KV reserves for {num_cards} cards; allowed: one a card"
+        )
+    workspace = ARENAS * workspace_bytes(model, setting.rows)
+    cards = [
+        Card(
+            free=free,
+            experts=0,
+            dense=0 if card else model.mlp_bytes,
+            other=0 if card else setting.other_bytes,
+            workspace=workspace,
+            kv_reserve=setting.kv_reserve[card],
+        )
+        for card, free in enumerate(setting.free_bytes)
+    ]
+    num_experts, each = _experts(model)
+    rooms = [card.left - card.kv_reserve for card in cards]
+    # One expert in all layers is the unit that a card takes or leaves.
+    short = max(0, num_experts * each - sum(max(room, 0) // each * each for room in rooms))
+    short += sum(each - room for room in rooms if room < each)
+    if short > 0:
+        return ModelPlan(setting, tuple(cards), None, short)
+    partition = fit(
+        num_experts,
+        each,
+        setting.free_bytes,
+        dense_bytes=[card.dense + card.other for card in cards],
+        workspace_bytes=[workspace] * num_cards,
+        kv_reserve_bytes=setting.kv_reserve,
+    )
+    filled = [
+        replace(card, experts=count * each)
+        for card, count in zip(cards, partition.counts, strict=True)
+    ]
+    return ModelPlan(setting, tuple(filled), partition)
+
+
+def _experts(model: ModelBytes) -> tuple[int, int]:
+    """How many experts a layer has, and the bytes of one in all layers together."""
+    counts = {layer.num_experts for layer in model.layers if layer.num_experts}
+    if len(counts) != 1:
+        raise ConfigError(
+            f"{model.name} has layers of {sorted(counts)} routed experts; allowed: one number"
+        )
+    return counts.pop(), sum(layer.expert_bytes for layer in model.layers)
+
+
+def workspace_bytes(model: ModelBytes, rows: int) -> int:
+    """Of one arena of a GPU for pieces of `rows` tokens: the most that a layer needs there on
+    either GPU path (`layer.workspace_bytes`).
+    """
+    kinds = {_sizes(layer.spec): layer.spec for layer in model.layers}
+    return max(
+        total_bytes(_regions(spec, rows, storage))
+        for spec in kinds.values()
+        for storage in (DEVICE, PACKED)
+    )
+
+
+def _sizes(spec: LayerSpec) -> tuple[object, ...]:
+    """What decides the workspace of a layer."""
+    return (spec.moe, spec.hidden_size, spec.intermediate_size, spec.shared_size)
+
+
+def _regions(spec: LayerSpec, rows: int, storage: Storage) -> list[Any]:
+    if spec.moe is None:
+        return list(dense_regions(spec.hidden_size, spec.intermediate_size, rows, storage))
+    return list(moe_regions(spec.moe, spec.shared_size, rows, storage))
+
+
+def _fits(setting: Setting) -> bool:
+    return _placed(setting).partition is not None
+
+
+def _changes(setting: Setting) -> Iterator[str]:
+    """Each line is one change that is enough by itself."""
+    free, cards = setting.free_bytes, len(setting.free_bytes)
+    for more in range(1, _MOST_CARDS - cards + 1):
+        reserve = setting.kv_reserve + (0,) * more
+        if _fits(replace(setting, free_bytes=free + free[-1:] * more, kv_reserve=reserve)):
+            yield f"{cards + more} cards, the further ones of {gib(free[-1])}"
+            break
+    step = 2**30
+
+    def larger(steps: int) -> Setting:
+        return replace(setting, free_bytes=tuple(size + steps * step for size in free))
+
+    steps = _least(lambda steps: _fits(larger(steps)), 4096)
+    if steps is not None:
+        yield f"{steps} GiB more on each card"
+    if sum(setting.kv_reserve):
+
+        def reduced(parts: int) -> Setting:
+            kept = tuple(reserve * (64 - parts) // 64 for reserve in setting.kv_reserve)
+            return replace(setting, kv_reserve=kept)
+
+        parts = _least(lambda parts: _fits(reduced(parts)), 64)
+        if parts is not None:
+            kept = ", ".join(gib(size) for size in reduced(parts).kv_reserve)
+            yield f"a KV reserve of {kept}"
+    rows = setting.rows // 2
+    while rows >= 1:
+        if _fits(replace(setting, rows=rows)):
+            yield f"--rows {rows}"
+            break
+        rows //= 2
+
+
+def _least(holds: Callable[[int], bool], most: int) -> int | None:
+    """The least number from 1 to `most` for which it holds; it holds for all above it."""
+    if not holds(most):
+        return None
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time of the MLP layers of one step: the busiest card's reads at its read rate.
+
+    Attributes:
+        tokens: of the step.
+        distinct: experts of a layer that are read, expected under uniform routing.
+        card_bytes: that each card reads: its share of those experts; the first card also all dense
+            parts, shared experts and routers.
+        seconds: of the card that takes longest.
+    """
+
+    tokens: int
+    distinct: float
+    card_bytes: tuple[float, ...]
+    seconds: float
+
+
+def floors(
+    plan: ModelPlan, rates: tuple[float, ...], widths: tuple[int, ...] = WIDTHS
+) -> list[Floor]:
+    """The floor of a step of each width. rates: bytes a second of each card, or one for all.
+
+    Attention, norms and the KV cache are not in it: they are not MLP layers.
+
+    Raises:
+        ConfigError: the rates are neither one nor one a card; the model does not fit.
+    """
+    if plan.partition is None:
+        raise ConfigError("a model that does not fit has no floor")
+    num_cards, model = len(plan.cards), plan.setting.model
+    each = rates * num_cards if len(rates) == 1 else rates
+    if len(each) != num_cards:
+        raise ConfigError(f"{len(rates)} read rates for {num_cards} cards; allowed: 1, {num_cards}")
+    num_experts, _ = _experts(model)
+    top_k = next(layer.spec.moe.top_k for layer in model.layers if layer.spec.moe is not None)
+    found = []
+    for tokens in widths:
+        share = 1 - (1 - min(top_k / num_experts, 1)) ** tokens
+        read = tuple(share * card.experts + card.dense for card in plan.cards)
+        seconds = max(nbytes / rate for nbytes, rate in zip(read, each, strict=True))
+        found.append(Floor(tokens, share * num_experts, read, seconds))
+    return found

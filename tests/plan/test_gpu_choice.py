@@ -170,3 +170,11 @@ def test_names_of_architectures(hip, properties, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     assert architectures.architecture_name(CARD) == name
     assert architectures.architecture_name(torch.device("cpu")) == "cpu"
+
+
+def test_gate_and_up_of_two_formats_are_refused(machine):
+    machine("sm_90")
+    mixed = (EXPERTS[0], EXPERTS[1]._replace(format="mxfp4"), EXPERTS[2])
+    said = "cuda: gate is nvfp4 and up is mxfp4; .*triton: gate is nvfp4 and up is mxfp4; it takes"
+    with pytest.raises(Unsupported, match=said):
+        choose(A16, CARD, "auto", mixed)

@@ -178,15 +178,23 @@ def _obstacle(name: str, call: _Call, interpreted: bool) -> str | None:
         return "it computes on a CPU, whose order of the dots gives other bits than a GPU's"
     if device.type == "cpu":
         if name == "triton" and interpreted:
-            return _missing_triton()
+            return _missing_triton() or _mixed(call)
         hint = f" ({TRITON_INTERPRET}=1 lets triton be interpreted on a CPU)"
         return "it needs a GPU" + (hint if name == "triton" else "")
     row = architecture_of(device)
     if name not in row.backends:
         return f"it needs compute capability 9.0 (sm_90); {device} is {row.name}"
     if name == "triton":
-        return _missing_triton()
-    return _missing_triton() or _missing_cuda() or _unfit(call)
+        return _missing_triton() or _mixed(call)
+    return _missing_triton() or _missing_cuda() or _mixed(call) or _unfit(call)
+
+
+def _mixed(call: _Call) -> str | None:
+    """Why the kernels of a GPU, which multiply gate and up together, do not take these."""
+    if not call.experts or call.experts[0].format == call.experts[1].format:
+        return None
+    gate, up = (weight.format for weight in call.experts[:2])
+    return f"gate is {gate} and up is {up}; it takes one format for both"
 
 
 def _missing_triton() -> str | None:

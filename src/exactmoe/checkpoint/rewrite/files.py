@@ -1,0 +1,243 @@
+"""Reading and writing tensors by their place in a file: nothing is mapped, threads need no lock."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from exactmoe.checkpoint.dialects import Dialect
+from exactmoe.checkpoint.header import BITS, TensorInfo
+from exactmoe.checkpoint.plan import Source, Stored
+from exactmoe.checkpoint.values import converted
+from exactmoe.errors import CheckpointError, ConfigError, Unsupported
+from exactmoe.formats import PackedWeight
+
+DTYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+_CHUNK = 2**24
+PARTIAL = ".partial"
+
+
+class RawFiles:
+    """Reads from the files of a folder with pread; safe to share between threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """What is taken of a tensor, in its stored dtype and in memory of its own."""
+        info = stored.info
+        whole = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+        part = whole[stored.index]
+        assert part.is_contiguous()
+        raw = torch.empty(part.numel() * part.element_size(), dtype=torch.uint8)
+        start = info.offset + int(part.storage_offset()) * part.element_size()
+        self._read(info, start, memoryview(cast(Any, raw.numpy())))
+        return raw.view(part.dtype).reshape(part.shape)
+
+    def chunks(self, info: TensorInfo) -> Iterator[bytearray]:
+        """The bytes of a tensor, at most 16 MiB at a time."""
+        for begin in range(0, info.nbytes, _CHUNK):
+            chunk = bytearray(min(_CHUNK, info.nbytes - begin))
+            self._read(info, info.offset + begin, memoryview(chunk))
+            yield chunk
+
+    def weight(self, source: Source, rows: int, columns: int) -> PackedWeight:
+        """One projection of one expert, E = 1.
+
+        Raises:
+            CheckpointError, Unsupported: values that PackedWeight refuses; named by file.
+        """
+        fields: dict[str, Any] = {}
+        for part in source.dialect.parts:
+            stored = source.parts[part]
+            try:
+                value = converted(self.tensor(stored), part.stored)
+            except CheckpointError as error:
+                raise CheckpointError(f"{stored}: {error}") from error
+            fields[part.field] = value.reshape(1, *part.shape(rows, columns))
+        dialect, place = source.dialect, source.parts[source.dialect.parts[0]]
+        try:
+            return PackedWeight(dialect.format, **fields, global_scale_op=dialect.global_scale_op)
+        except ConfigError as error:
+            raise CheckpointError(f"{place}: {error}") from error
+        except Unsupported as error:
+            raise Unsupported(f"{place}: {error}") from error
+
+    def _read(self, info: TensorInfo, start: int, into: memoryview) -> None:
+        try:
+            descriptor = self._descriptor(info.file)
+            done = 0
+            while done < len(into):
+                count = os.preadv(descriptor, [into[done:]], start + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{self._folder / info.file}: it ended inside {info.name}; it was longer "
+                        "when its header was read"
+                    )
+                done += count
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder / info.file}: {info.name} cannot be read: {error}"
+            ) from error
+
+    def _descriptor(self, file: str) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self._folder / file, os.O_RDONLY)
+            return self._descriptors[file]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: name, dtype as safetensors spells it, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return BITS[self.dtype] // 8
+
+    @property
+    def nbytes(self) -> int:
+        size = self.itemsize
+        for dimension in self.shape:
+            size *= dimension
+        return size
+
+
+class ShardWriter:
+    """A safetensors file whose tensors come in any order, from any thread.
+
+    It gets its name only when it is whole and on the disk. What an exception leaves is removed; a
+    killed run leaves a file that ends in PARTIAL, which the next one overwrites.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        self._path = path
+        self._partial = path.with_name(f".{path.name}{PARTIAL}")
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, tuple[int, int]] = {}
+        end = 0
+        # Wide values first, as safetensors writes them: every tensor is aligned.
+        for entry in sorted(entries, key=lambda e: (-e.itemsize, e.name)):
+            offsets = end, end + entry.nbytes
+            self._places[entry.name] = offsets
+            header[entry.name] = {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "data_offsets": list(offsets),
+            }
+            end = offsets[1]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        self._header = text + b" " * (-len(text) % 8)
+        self._size = 8 + len(self._header) + end
+        self._lock = Lock()
+        self._missing = {name: end - begin for name, (begin, end) in self._places.items()}
+
+    def __enter__(self) -> Self:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._descriptor = os.open(self._partial, flags, 0o644)
+        os.truncate(self._descriptor, self._size)
+        _write_all(self._descriptor, len(self._header).to_bytes(8, "little") + self._header, 0)
+        return self
+
+    def write(self, name: str, content: Any, begin: int = 0) -> None:
+        """Writes bytes of a tensor, from its byte `begin`; each byte is written once."""
+        view = memoryview(content)
+        start, _ = self._places[name]
+        _write_all(self._descriptor, view, 8 + len(self._header) + start + begin)
+        with self._lock:
+            self._missing[name] -= len(view)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                assert not any(self._missing.values())
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        if kind is None:
+            os.replace(self._partial, self._path)
+            sync_folder(self._path.parent)
+        else:
+            self._partial.unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, content: Any, start: int) -> None:
+    view, done = memoryview(content), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], start + done)
+
+
+def write_tensor(writer: ShardWriter, name: str, tensor: Tensor) -> None:
+    """Writes all of a tensor, byte by byte as it lies in memory."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    writer.write(name, flat.numpy())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in the folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Writes a JSON file at once: readers see the old one, none, or all of the new one."""
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    with partial.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def entries_of(base: str, dialect: Dialect, rows: int, columns: int) -> list[Entry]:
+    """The tensors of a projection in a dialect, each in the first dtype that the dialect allows."""
+    entries = []
+    for part in dialect.parts:
+        shape = part.shape(rows, columns)
+        if not shape and dialect.global_scale_op == "divide":
+            shape = (1,)  # compressed-tensors' scalars; ModelOpt's are ()
+        entries.append(Entry(base + part.suffix, part.dtypes[0], shape))
+    return entries

@@ -34,6 +34,7 @@ class ExpertBank(ArrangedModule):
     """
 
     gate_codes: Tensor
+    _released = False
 
     def __init__(
         self, gate: PackedWeight, up: PackedWeight, down: PackedWeight, fixed_order: bool = False
@@ -140,16 +141,24 @@ class ExpertBank(ArrangedModule):
         self._buffers.clear()
         self._released = True
 
+    def _stored(self, name: str) -> PackedWeight:
+        if self._released:
+            self._refuse(name)
+        return super()._stored(name)
+
     def __getattr__(self, name: str) -> Any:
-        if self.__dict__.get("_released") and name.startswith(PROJECTIONS):
-            raise ConfigError(
-                f"{name} was released, its experts were split over cards; "
-                "allowed: split(..., keep=True) keeps them"
-            )
+        if self._released and name.startswith(PROJECTIONS):
+            self._refuse(name)
         return super().__getattr__(name)
 
+    def _refuse(self, name: str) -> None:
+        raise ConfigError(
+            f"{name} was released, its experts were split over cards; "
+            "allowed: split(..., keep=True) keeps them"
+        )
+
     def extra_repr(self) -> str:
-        if self.__dict__.get("_released"):
+        if self._released:
             return "released"
         sizes = f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"
         sizes += f", intermediate_size={self.intermediate_size}"

@@ -1,7 +1,7 @@
 """SplitBank: the experts of a layer, each on one card; and the way there from a resident bank.
 
-An expert's codes and scales are on one card only. The copies are checked byte by byte before the
-full bank is released.
+An expert's codes and scales are on one card only, its global scales too: nothing reads them on
+another. The copies are checked byte by byte before the full bank is released.
 """
 
 from collections.abc import Iterator, Sequence
@@ -215,18 +215,17 @@ def _cut(weight: PackedWeight, piece: _Piece) -> PackedWeight:
     """The experts of one card, their bytes on its device, each byte read back and compared."""
     codes = _copied(weight.codes, "codes", piece)
     scales = None if weight.scales is None else _copied(weight.scales, "scales", piece)
-    local = None
-    if weight.global_scale is not None:
-        chosen = torch.tensor(piece.experts, device=weight.device)
-        local = weight.global_scale.index_select(0, chosen).to(piece.device)
-    return PackedWeight(weight.format, codes, scales, local, weight.global_scale_op)
+    scalars = weight.global_scale
+    if scalars is not None:
+        scalars = _copied(scalars, "global scales", piece)
+    return PackedWeight(weight.format, codes, scales, scalars, weight.global_scale_op)
 
 
 def _copied(source: Tensor, part: str, piece: _Piece) -> Tensor:
     shape = (len(piece.experts), *source.shape[1:])
     with torch.inference_mode(False):
         found = torch.empty(shape, dtype=source.dtype, device=piece.device)
-    given, taken = _bytes(source, part, piece), _bytes(found, part, piece)
+    given, taken = _bytes(source), _bytes(found)
     stride = given.shape[1]
     label = f"{piece.projection} {part} of card {piece.card}"
     for first, count, local in piece.runs:
@@ -259,7 +258,7 @@ def within(first: int, count: int, stride: int, available: int, label: str) -> i
     return start
 
 
-def _bytes(tensor: Tensor, part: str, piece: _Piece) -> Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     """uint8 [experts, bytes of one]: where the tensor lies."""
     if not tensor.is_contiguous():
         # Rows of a bank over a model's parameters: gate and up share one tensor there.

@@ -61,6 +61,10 @@ class Cards:
         returns: "auto", "slots" or "partials" (config.Placement).
         serial: one card after the other.
 
+    Attributes:
+        tables: of each card, on its device.
+        first_groups: int32 [vectors], the first group of each vector, by card, on the owner.
+
     Raises:
         ConfigError: partials were asked for and two cards share a group of the combine.
     """
@@ -85,6 +89,9 @@ class Cards:
             short = subtrees is not None and all(len(subtrees[peer]) == 1 for peer in self.peers)
             returns = "partials" if short else "slots"
         self.returns = returns
+        # Made before any call, since a call that is captured may not make them.
+        self.tables = tuple(self._tables(card) for card in range(self.num_cards))
+        self.first_groups = self._first_groups()
 
     @property
     def num_cards(self) -> int:
@@ -106,11 +113,6 @@ class Cards:
         """Vectors a token, of all cards together."""
         return sum(map(len, self.subtrees))
 
-    @cached_property
-    def tables(self) -> tuple[Tables, ...]:
-        """Of each card, on its device."""
-        return tuple(self._tables(card) for card in range(self.num_cards))
-
     def _tables(self, card: int) -> Tables:
         experts, device = self.partition.num_experts, self.devices[card]
         owned = self.partition.experts[card]
@@ -131,9 +133,7 @@ class Cards:
             table(self.partition.owners),
         )
 
-    @cached_property
-    def first_groups(self) -> Tensor:
-        """int32 [vectors]: the first group of each vector, by card, on the owner."""
+    def _first_groups(self) -> Tensor:
         firsts = [first for subtrees in self.subtrees for first, _ in subtrees]
         with torch.inference_mode(False):
             return torch.tensor(firsts, dtype=torch.int32, device=self.devices[OWNER])

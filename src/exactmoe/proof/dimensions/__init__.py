@@ -10,6 +10,7 @@ from collections.abc import Callable
 from exactmoe.proof.dimensions.backend import backend
 from exactmoe.proof.dimensions.callers import callers
 from exactmoe.proof.dimensions.captured import captured
+from exactmoe.proof.dimensions.cards import cards
 from exactmoe.proof.dimensions.chunks import chunks
 from exactmoe.proof.dimensions.levers import levers
 from exactmoe.proof.dimensions.memory import memory
@@ -45,6 +46,7 @@ DIMENSIONS: dict[str, Callable[[Trial], None]] = {
         tiles,
         levers,
         backend,
+        cards,
         stages,
     )
 }

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from exactmoe.cli import INTERRUPTED, bench, env, generate, inspect, options, plan, verify
+from exactmoe.cli import INTERRUPTED, bench, env, generate, inspect, options, plan, routes, verify
 from exactmoe.errors import BitMismatch, ExactMoEError
 from exactmoe.proof.machine import package_version
 
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.command,
     "inspect": inspect.command,
     "plan": plan.command,
+    "routes": routes.command,
     "verify": verify.command,
 }
 MISMATCH, BAD_INPUT = 1, 2

@@ -1,0 +1,114 @@
+"""`exactmoe routes PATH --text FILE`: which experts a text uses, what calls share, who is busy."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exactmoe.cli import options
+from exactmoe.cli.output import open_checkpoint, print_json, status
+from exactmoe.errors import ConfigError
+from exactmoe.layer import MoELayer
+from exactmoe.report.route_load import read_placement
+from exactmoe.report.route_page import Findings, examine, write
+from exactmoe.report.route_trace import CAPACITY, RouteTrace, tracing
+
+# Tokens of a text that run in one call.
+_WINDOW = 512
+
+
+def command(
+    path: options.Path,
+    running: options.Running,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text whose routes are recorded.")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A trace that was recorded before.")
+    ] = None,
+    out: Annotated[str, typer.Option(metavar="FOLDER", help="Where the files go.")] = "routes",
+    over: Annotated[int, typer.Option(min=1, help="Cards that a placement is made for.")] = 2,
+    placement: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A placement.json to measure as well.")
+    ] = None,
+) -> None:
+    """Draw load, shared experts and card shares of a text's routes, and write a placement."""
+    if (text is None) == (trace is None):
+        raise ConfigError("--text and --trace: allowed is one of them, and one is needed")
+    given = {} if placement is None else {Path(placement).name: read_placement(placement)}
+    folder, files = Path(out), []
+    with status(not running.json) as say:
+        if trace is not None:
+            recorded = RouteTrace.load(trace)
+            _require_layers(path, recorded)
+        else:
+            recorded = _recorded(path, str(text), running)
+            folder.mkdir(parents=True, exist_ok=True)
+            recorded.save(folder / "routes.npz")
+            files.append(str(folder / "routes.npz"))
+        say("examining the routes")
+        found = examine(recorded, over, given)
+        files = write(folder, Path(path).name, recorded, found, over) + files
+    if running.json:
+        print_json({"path": path, "cards": over, "files": files, **found.to_dict()})
+    else:
+        _show(found, over, files)
+
+
+def _require_layers(path: str, trace: RouteTrace) -> None:
+    """A trace of another model would be drawn under a wrong name."""
+    family = open_checkpoint(path).family
+    asked = {spec.layer: spec.moe.num_experts for spec in family.layers if spec.moe is not None}
+    found = {layer: routes.num_experts for layer, routes in trace.layers.items()}
+    wrong = {layer: count for layer, count in found.items() if asked.get(layer) != count}
+    if wrong:
+        raise ConfigError(
+            f"the trace has (layer: experts) {wrong}; {path} has {asked}: it is of another model"
+        )
+
+
+def _recorded(path: str, file: str, running: options.Running) -> RouteTrace:
+    settings = running.settings()
+    folder = open_checkpoint(path, running.numerics).path
+    try:
+        content = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {file} cannot be read: {error}") from error
+    # transformers takes seconds to import: what is wrong above is said at once.
+    from exactmoe.hf import blocks, load_model
+    from exactmoe.hf.text import load_tokenizer, prompt_ids, quiet, run_prompt
+
+    if not running.debug:
+        quiet()
+    ids = prompt_ids(load_tokenizer(folder), content)
+    model = load_model(str(folder), **settings, progress=False)
+    layers = {index: lay for index, _, lay in blocks(model) if isinstance(lay, MoELayer)}
+    with tracing(layers, min(ids.shape[1], CAPACITY)) as read:
+        for first in range(0, ids.shape[1], _WINDOW):
+            run_prompt(model, ids[:, first : first + _WINDOW])
+    return read()
+
+
+def _show(found: Findings, over: int, files: list[str]) -> None:
+    typer.echo(f"{found.tokens:,} tokens")
+    for row in found.layers:
+        lost = f", {row['lost']:,} tokens lost" if row["lost"] else ""
+        typer.echo(
+            f"layer {row['layer']} ({row['routing']}): expert {row['busiest']} has "
+            f"{row['busiest_load']:.2f} times the mean load, {row['never']} of {row['experts']} "
+            f"are never used{lost}"
+        )
+    typer.echo(
+        "distinct experts a layer (under uniform routing): "
+        + ", ".join(
+            f"{width} tokens {found.union[width]:.1f} ({found.uniform[width]:.1f})"
+            for width in (2, 4, 8, 16)
+        )
+    )
+    for part in found.shares:
+        told = ", ".join(
+            f"{100 * share:.1f} % at {width}" for width, share in part.by_width.items()
+        )
+        typer.echo(f"busiest of {over} cards, placement {part.name}: {told} tokens a call")
+    for file in files:
+        typer.echo(file)

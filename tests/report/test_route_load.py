@@ -1,0 +1,128 @@
+"""What a trace says: numbers counted by hand, and the placement file."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from exactmoe.bank.partition import Partition
+from exactmoe.errors import CheckpointError, ConfigError
+from exactmoe.report import route_load as load
+from exactmoe.report.route_page import examine, write
+from exactmoe.report.route_trace import LayerRoutes, RouteTrace
+
+
+def routes(ids, num_experts=4):
+    ids = np.array(ids, dtype=np.int32)
+    count = len(ids)
+    return LayerRoutes(num_experts, False, np.zeros(count, np.int64), np.arange(count), ids)
+
+
+def skewed(tokens=64):
+    """Tokens choose experts (0, 1) or (2, 3): on even cards one of them has everything."""
+    return RouteTrace({1: routes([[0, 1], [2, 3]] * (tokens // 2))})
+
+
+def test_loads_of_runs_of_tokens():
+    found = routes([[0, 1], [1, 3], [-1, 4], [2, 2], [0, 0]])
+    assert load.loads(found).tolist() == [
+        [1, 1, 0, 0],
+        [0, 1, 0, 1],
+        [0, 0, 0, 0],
+        [0, 0, 2, 0],
+        [2, 0, 0, 0],
+    ]
+    assert load.loads(found, 2).tolist() == [[1, 2, 0, 1], [0, 0, 2, 0]]
+    assert load.relative_load(found).tolist() == [1.5, 1.0, 1.0, 0.5]
+    assert load.relative_load(routes([[-1, -1]])).tolist() == [0, 0, 0, 0]
+
+
+def test_union_of_consecutive_tokens():
+    found = routes([[0, 1], [1, 2], [2, 3]])
+    assert load.union(found, 1) == 2
+    assert load.union(found, 2) == 3
+    assert load.union(found, 3) == 4
+    assert math.isnan(load.union(found, 4))
+    assert load.uniform_union(4, 2, 1) == 2
+    assert load.uniform_union(4, 2, 2) == 3
+    assert load.uniform_union(4, 4, 9) == 4
+
+
+def test_uniform_routing_meets_the_uniform_curve():
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((4000, 16)), axis=1)[:, :4]
+    for width in (1, 2, 8):
+        found = load.union(routes(ids, 16), width)
+        assert found == pytest.approx(load.uniform_union(16, 4, width), rel=0.01)
+
+
+def test_share_of_the_busiest_card():
+    trace = skewed()
+    even = load.shares("even", load.even(trace, 2), trace, (1, 2))
+    assert even.by_width == {1: 1.0, 2: 0.5}
+    mixed = load.shares("mixed", {1: Partition((0, 1, 0, 1))}, trace, (1, 2, 1000))
+    assert mixed.by_width == {1: 0.5, 2: 0.5}
+    with pytest.raises(ConfigError, match="placement 'x' has no layer 1"):
+        load.shares("x", {2: Partition((0, 1, 0, 1))}, trace, (1,))
+    with pytest.raises(ConfigError, match="partition is of"):
+        load.shares("x", {1: Partition((0, 1))}, trace, (1,))
+
+
+def test_the_placement_from_loads_is_found_on_one_half_and_measured_on_the_other():
+    trace = skewed()
+    first, second = load.halves(trace)
+    assert first.layers[1].tokens.tolist() == list(range(32))
+    assert second.layers[1].tokens.tolist() == list(range(32, 64))
+    found = examine(trace, 2)
+    named = {part.name: part.by_width[1] for part in found.shares}
+    assert named == {"even": 1.0, "by route load": 0.5}
+    swapped = RouteTrace({1: routes([[0, 1], [2, 3]] * 16 + [[0, 2], [1, 3]] * 16)})
+    learned = load.placed(load.halves(swapped)[0], 2)[1]
+    assert learned.owners[0] != learned.owners[1]
+    measured = examine(swapped, 2).shares[-1].by_width[1]
+    later = load.shares("", {1: learned}, load.halves(swapped)[1], (1,))
+    assert measured == later.by_width[1]
+
+
+def test_too_few_tokens_and_placements_of_other_cards():
+    with pytest.raises(ConfigError, match="has 30 tokens in a layer; allowed: from 32"):
+        examine(skewed(30), 2)
+    with pytest.raises(ConfigError, match=r"placement p is for \[4\] cards, not 2"):
+        examine(skewed(), 2, {"p": {1: Partition((0, 1, 2, 3))}})
+
+
+def test_the_placement_file(tmp_path):
+    path = tmp_path / "placement.json"
+    placement = {3: Partition((0, 1, 1, 0)), 4: Partition((1, 0, 0, 1))}
+    load.write_placement(path, placement)
+    assert json.loads(path.read_text())["layers"] == {"3": [0, 1, 1, 0], "4": [1, 0, 0, 1]}
+    assert load.read_placement(path) == placement
+    for bad, error in {
+        "[]": "is no placement",
+        '{"format": 1, "layers": {"a": [0]}}': "is no placement",
+        '{"format": 2, "layers": {}}': "format is 2; allowed: 1",
+    }.items():
+        path.write_text(bad)
+        with pytest.raises(CheckpointError, match=error):
+            load.read_placement(path)
+    path.write_text('{"format": 1, "layers": {"1": [0, 2]}}')
+    with pytest.raises(ConfigError, match="own no expert"):
+        load.read_placement(path)
+
+
+def test_the_page_holds_its_pictures_and_no_foreign_html(tmp_path):
+    trace = skewed()
+    found = examine(trace, 2, {"<b>mine</b>": {1: Partition((0, 1, 0, 1))}})
+    files = write(tmp_path, "<i>model</i>", trace, found, 2)
+    names = ["routes.html", "load.png", "union.png", "cards.png", "placement.json"]
+    assert files == [str(tmp_path / name) for name in names]
+    text = (tmp_path / "routes.html").read_text(encoding="utf-8")
+    assert text.count('src="data:image/png;base64,') == 3
+    assert "<h1>Routes of &lt;i&gt;model&lt;/i&gt;</h1>" in text
+    for word in ("http://", "https://", "<script", "<i>", "<link"):
+        assert word not in text
+    for name in names[1:4]:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    placed = load.read_placement(tmp_path / "placement.json")[1].owners
+    assert placed[0] != placed[1] and placed[2] != placed[3]

@@ -10,17 +10,31 @@ from typing import Annotated, Any
 
 import typer
 
-from exactmoe.cli import INTERRUPTED, bench, env, generate, inspect, options, plan, routes, verify
+from exactmoe.cli import (
+    INTERRUPTED,
+    bench,
+    convert,
+    env,
+    generate,
+    inspect,
+    options,
+    plan,
+    quantize,
+    routes,
+    verify,
+)
 from exactmoe.errors import BitMismatch, ExactMoEError
 from exactmoe.proof.machine import package_version
 
 # A new command is a module with a function `command` and a line here.
 COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.command,
+    "convert": convert.command,
     "env": env.command,
     "generate": generate.command,
     "inspect": inspect.command,
     "plan": plan.command,
+    "quantize": quantize.command,
     "routes": routes.command,
     "verify": verify.command,
 }

@@ -12,7 +12,9 @@ from checkpoint_maker import (
     glm_tensors,
     write,
 )
+from exactmoe.bank import SplitBank
 from exactmoe.checkpoint import Checkpoint, read_moe
+from exactmoe.config import Placement
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.layer import DenseMLP, MoELayer
 from exactmoe.load import load_layer
@@ -91,6 +93,25 @@ def test_hash_layer_follows_the_table(tmp_path: Path, rng: torch.Generator) -> N
     assert torch.equal(y[0], y[2]) and not torch.equal(y[0], y[1])
     alone = read_moe(Checkpoint(path), 0)
     assert torch.equal(alone.bank.gate.codes, layer.bank.gate.codes)
+
+
+def test_several_cards(tmp_path: Path, rng: torch.Generator) -> None:
+    path = write(tmp_path, deepseek_config(), deepseek_tensors(rng))
+    x = torch.randn(6, 128, generator=rng).bfloat16()
+    one = load_layer(path, 1)
+    placement = Placement(("cpu", "cpu"), (0, 1, 1, 0), "slots")
+    for cards in (["cpu", "cpu"], placement):
+        layer = load_layer(path, 1, cards=cards)
+        assert isinstance(layer, MoELayer) and isinstance(layer.bank, SplitBank)
+        assert layer.placement.cards == ("cpu", "cpu")
+        assert torch.equal(layer(x).view(torch.int16), one(x).view(torch.int16))
+    assert layer.placement == placement
+    assert layer.bank.partition.experts == ((0, 3), (1, 2))
+    glm = write(tmp_path / "glm", glm_config(), glm_tensors(rng))
+    dense = load_layer(glm, 0, cards=["cpu", "cpu"])  # it lives on the first
+    assert isinstance(dense, DenseMLP)
+    with pytest.raises(ConfigError, match="num_cards is 5 for 4 experts"):
+        load_layer(glm, 1, cards=["cpu"] * 5)
 
 
 def test_refusals(tmp_path: Path, rng: torch.Generator) -> None:

@@ -15,7 +15,17 @@ import exactmoe.cli
 from exactmoe.cli import app
 from exactmoe.errors import BitMismatch, CheckpointError, Unsupported
 
-COMMANDS = ("bench", "convert", "env", "generate", "inspect", "plan", "quantize", "routes", "verify")
+COMMANDS = (
+    "bench",
+    "convert",
+    "env",
+    "generate",
+    "inspect",
+    "plan",
+    "quantize",
+    "routes",
+    "verify",
+)
 SOURCE = Path(app.__file__).parents[2]
 GLM = str(Path(__file__).resolve().parents[2] / "demo" / "glm5_next")
 

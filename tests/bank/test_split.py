@@ -201,6 +201,19 @@ def test_refused():
         SplitBank([split[0], other], split.partition)
 
 
+def test_over_the_same_memory():
+    bank = byte_bank("nvfp4")
+    before, partition = whole(bank), Partition.halves(EXPERTS, 1)
+    shared = splitting.over(bank, partition)
+    assert_split(shared, before, partition)
+    assert shared[0].gate_codes.untyped_storage().data_ptr() == bank.gate_codes.data_ptr()
+    assert shared.fixed_order  # one card may not rearrange what is the other's too
+    with pytest.raises(ConfigError, match="the experts of card 0 are not consecutive"):
+        splitting.over(bank, Partition((0, 1, 0, 1, 1, 1)))
+    with pytest.raises(ConfigError, match="the partition is of"):
+        splitting.over(bank, Partition.even(EXPERTS + 1, 2))
+
+
 def test_state_dict_pickle_and_copy():
     split = byte_bank("nvfp4").split(Partition.even(EXPERTS, 2), ["cpu", "cpu"])
     before = whole(split)

@@ -178,11 +178,17 @@ def test_text(run, glm):
     assert not chat.stdout.startswith("Sort")
 
 
+def test_two_cards_write_the_same_text(run, glm):
+    asked = ["generate", glm, "--prompt", "def main(", "--max-new-tokens", 4]
+    one, two = (run(*asked, "--cards", cards) for cards in ("cpu", "cpu,cpu"))
+    assert two.exit_code == 0, two.stderr
+    assert two.stdout == one.stdout
+
+
 def test_refusals_are_one_line(run, glm):
     for extra, message in [
-        (["--cards", "cpu,cpu"], "cards are ('cpu', 'cpu'); this version runs a model on one card"),
         (["--numerics", "a4"], "--numerics is 'a4'; allowed: a16, a8"),
-        (["--backend", "gpu"], "backend is 'gpu'; allowed: auto, cpu, reference"),
+        (["--backend", "gpu"], "backend is 'gpu'; allowed: auto, cuda, triton, cpu, reference"),
         (["--max-new-tokens", "2000"], "the model has 1024 positions"),
     ]:
         result = run("generate", glm, "--prompt", "x", *extra)

@@ -111,7 +111,6 @@ def test_planted_fault_in_a_known_answer(run, glm, monkeypatch):
 
 
 REFUSED = [
-    (["--cards", "cpu,cpu"], "cards are ('cpu', 'cpu'); this version runs a model on one card"),
     (["--prompt", "x = 1\n" * 300], "tokens; the model has 1024 positions"),
     (["--layers", "9"], r"--layers has [9]; allowed: [0, 1, 2, 3, 4, 5]"),
     (["--layers", "one"], "--layers is 'one'; allowed: integers separated by commas"),

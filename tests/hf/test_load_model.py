@@ -53,6 +53,23 @@ def test_every_block_runs_here(model, family):
     assert found == [(0, *first)] + [(i, moe, "MoELayer") for i in (1, 2, 3)]
 
 
+def test_several_cards_over_the_same_memory(model, checkpoint, token_ids):
+    expected = model(input_ids=token_ids).logits
+    for count in (2, 3):
+        several = load_model(checkpoint, cards=("cpu",) * count, progress=False)
+        assert same_bytes(several(input_ids=token_ids).logits, expected)
+        for _, block, layer in moe_blocks(several):
+            assert layer.placement.cards == ("cpu",) * count
+            memory = {p.untyped_storage().data_ptr() for p in block.experts.parameters()}
+            memory |= {b.untyped_storage().data_ptr() for b in block.experts.buffers()}
+            banks = [layer.bank[card].gate_codes for card in range(count)]
+            assert {codes.untyped_storage().data_ptr() for codes in banks} <= memory
+        assert f"{count} cards, even over {count}" in explain(several)
+    saved, again = (bytes_of(m) for m in (model, copy.deepcopy(several)))
+    assert saved.keys() == again.keys()
+    assert all(saved[name].equal(again[name]) for name in saved)
+
+
 def test_experts_are_the_checkpoint_bytes(model, family, checkpoint):
     report = audit(Checkpoint(checkpoint))
     in_files = sum(c.info.nbytes for c in report.consumed if c.what == "routed experts")

@@ -152,9 +152,9 @@ def test_router_logits_are_refused(model, token_ids):
         asking(input_ids=token_ids)
 
 
-def test_two_cards_are_refused(checkpoint):
-    with pytest.raises(Unsupported, match=r"cards are \('cpu', 'cpu'\)"):
-        load(checkpoint, cards=("cpu", "cpu"))
+def test_more_cards_than_experts_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match=r"num_cards is 99 for \d+ experts"):
+        load(checkpoint, cards=("cpu",) * 99)
 
 
 def test_a_float32_output_is_refused(checkpoint):

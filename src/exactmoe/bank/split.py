@@ -164,6 +164,38 @@ class SplitBank(ExactModule):
         return str(self.partition)
 
 
+def over(bank: ExpertBank, partition: Partition) -> SplitBank:
+    """A bank as one of several cards of its own device, over the same memory: nothing is copied.
+
+    Raises:
+        ConfigError: the partition is of other experts, or the experts of a card are not
+            consecutive.
+    """
+    partition.require(bank.num_experts, partition.num_cards)
+    banks = []
+    for card, owned in enumerate(partition.experts):
+        low, high = owned[0], owned[-1] + 1
+        if high - low != len(owned):
+            raise ConfigError(
+                f"the experts of card {card} are not consecutive in [{partition}]; allowed over "
+                "the same memory: consecutive ones"
+            )
+        parts = (
+            PackedWeight(
+                weight.format,
+                weight.codes[low:high],
+                None if weight.scales is None else weight.scales[low:high],
+                None if weight.global_scale is None else weight.global_scale[low:high],
+                weight.global_scale_op,
+            )
+            for weight in bank.weights()
+        )
+        gate, up, down = parts
+        # Its order is that of the bank's whole memory.
+        banks.append(ExpertBank(gate, up, down, fixed_order=True))
+    return SplitBank(banks, partition)
+
+
 def split(
     bank: ExpertBank,
     partition: Partition,

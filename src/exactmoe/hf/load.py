@@ -13,7 +13,7 @@ from exactmoe.hf.forms import stored_forms
 from exactmoe.hf.hub import checkpoint_folder
 from exactmoe.hf.quantizer import PackedConfig
 from exactmoe.hf.saving import Origin
-from exactmoe.runtime.devices import resolve
+from exactmoe.parallel.placement import devices_of
 
 # Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find
 # its parameter there.
@@ -35,7 +35,8 @@ def load_model(
 
     Args:
         path: a folder, or a hub id.
-        cards: device names; the whole model is on the first.
+        cards: device names; the whole model is on the first. Several are all "cpu": the experts of
+            each block are cut evenly over them, in the model's own memory.
         numerics: "a16", "a8" or a Numerics (output "bf16"); None: the family's class (glm5_next
             a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
@@ -51,7 +52,7 @@ def load_model(
         CheckpointError: a tensor is missing, malformed, or taken by nobody and ignored by no rule.
         ConfigError, Unsupported: a model or a request that cannot run here.
     """
-    device = _one_card(Placement(cards=cards))
+    devices = devices_of(Placement(cards=cards))
     folder = checkpoint_folder(path)
     checkpoint = Checkpoint(folder, numerics)
     report = audit(checkpoint)
@@ -62,21 +63,15 @@ def load_model(
     packed = PackedConfig(stored_forms(checkpoint, plans), _ignored(report))
     with adapter.progress_bars(progress):
         model, info = adapter.from_pretrained(
-            str(folder), adapter.read_config(str(folder)), packed, device
+            str(folder), adapter.read_config(str(folder)), packed, str(devices[0])
         )
     _require_complete(folder, info, model.hf_quantizer.wrong_shapes(model))
     model.hf_quantizer.origin = Origin(checkpoint, tuple(plans), _unread(report))
     adapter.publish_quantization_config(model, checkpoint.config)
     model.requires_grad_(False)
-    options = whole_block.Options(limits=limits, backend=backend)
+    options = whole_block.Options(limits, backend, num_cards=len(devices))
     whole_block.attach_all(model, [plan.spec for plan in plans], options)
     return model
-
-
-def _one_card(placement: Placement) -> str:
-    if len(placement.cards) > 1:
-        raise Unsupported(f"cards are {placement.cards}; this version runs a model on one card")
-    return str(resolve(placement.cards[0]))
 
 
 def _require_bf16(checkpoint: Checkpoint) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exactmoe.bank import ExpertBank, Partition, SplitBank
+from exactmoe.bank.split import over
 from exactmoe.config import Limits, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError, Unsupported
@@ -28,10 +30,14 @@ _MARK = "exactmoe_block"
 
 @dataclass(frozen=True)
 class Options:
-    """How the layers of a model run; none of it can change a bit."""
+    """How the layers of a model run; none of it can change a bit.
+
+    num_cards: over the memory of the model, which is on one device; experts are cut evenly.
+    """
 
     limits: Limits | None = None
     backend: str = "auto"
+    num_cards: int = 1
 
 
 class WholeBlock:
@@ -53,7 +59,9 @@ class WholeBlock:
         block, spec, options = self.block, self.spec, self.options
         if spec.moe is None or spec.router is None:
             return storage.dense_mlp(block, spec.swiglu_limit, options.limits, options.backend)
-        bank = storage.bank(block.experts)  # type: ignore[arg-type]
+        bank: ExpertBank | SplitBank = storage.bank(block.experts)  # type: ignore[arg-type]
+        if isinstance(bank, ExpertBank) and options.num_cards > 1:
+            bank = over(bank, Partition.even(bank.num_experts, options.num_cards))
         return MoELayer(
             spec.moe,
             bank,
@@ -64,7 +72,7 @@ class WholeBlock:
                 options.limits,
                 options.backend,
             ),
-            placement=Placement(cards=(str(bank.device),)),
+            placement=Placement(cards=(str(bank.device),) * options.num_cards),
             limits=options.limits,
             backend=options.backend,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from exactmoe import errors as errors
 
 if TYPE_CHECKING:
-    from exactmoe.bank import ExpertBank, Router, quantize_experts
+    from exactmoe.bank import ExpertBank, Partition, Router, quantize_experts
     from exactmoe.config import Limits, MoEConfig, Numerics, Placement, RouterConfig
     from exactmoe.dense import DenseMLP
     from exactmoe.formats import PackedWeight
@@ -27,6 +27,7 @@ __all__ = [
     "MoELayer",
     "Numerics",
     "PackedWeight",
+    "Partition",
     "Placement",
     "Router",
     "RouterConfig",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "bank": ("ExpertBank", "Router", "quantize_experts"),
+    "bank": ("ExpertBank", "Partition", "Router", "quantize_experts"),
     "config": ("Limits", "MoEConfig", "Numerics", "Placement", "RouterConfig"),
     "dense": ("DenseMLP",),
     "formats": ("PackedWeight",),

@@ -1,9 +1,10 @@
 """`exactmoe verify PATH`: known answers, layers over every dimension, and a replayed prompt."""
 
+import pathlib
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import torch
 import typer
 
 from exactmoe.cli import options
@@ -11,10 +12,23 @@ from exactmoe.cli.output import console, open_checkpoint, print_json, status
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
-from exactmoe.proof import Report, fingerprint, recording, replay, table, verify
+from exactmoe.proof import (
+    Agreement,
+    Other,
+    Report,
+    Vector,
+    fingerprint,
+    recording,
+    replay,
+    table,
+    vectors_of,
+    verify,
+)
 from exactmoe.proof.batch import Entry
 from exactmoe.proof.known_answers import known_answers
 from exactmoe.proof.replay import Block
+from exactmoe.proof.vectors import DIFFERS
+from exactmoe.report.proof_page import proof_page
 
 MISMATCH = 1
 # The whole model's text is compared on a shorter prompt: it runs token by token.
@@ -50,27 +64,84 @@ class Table:
 '''
 
 
-def command(
-    path: options.Path,
-    running: options.Running,
+@dataclass(frozen=True, kw_only=True)
+class Subjects(options.Running):
+    """What is proved, and with which numbers."""
+
     layers: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="Layers to prove; by default the first of each kind."),
-    ] = None,
-    all_layers: Annotated[bool, typer.Option("--all", help="Prove every layer.")] = False,
+    ] = None
+    all_layers: Annotated[bool, typer.Option("--all", help="Prove every layer.")] = False
     widths: Annotated[
         str | None, typer.Option(metavar="LIST", help="Tokens a call, separated by commas.")
-    ] = None,
+    ] = None
     prompt: Annotated[
         str | None, typer.Option(help="Text whose MLP inputs are recorded and replayed.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the inputs of the layers.")] = 0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """All that was found.
+
+    Attributes:
+        path: of the model, as it was given.
+        machine: fingerprint of the device.
+        reports: known answers, layers, replay.
+        vectors: what another machine compares.
+        texts: chunk -> whether the whole model's text is the same; it decides nothing.
+        agreement: with another machine, where --against was given.
+    """
+
+    path: str
+    machine: dict[str, Any]
+    reports: list[Report]
+    vectors: dict[str, Vector]
+    texts: dict[int, bool]
+    agreement: Agreement | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether no report failed, and no vector differs that must not."""
+        agreed = self.agreement is None or self.agreement.ok
+        return agreed and not any(report.failed for report in self.reports)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and the page."""
+        parts = [{k: v for k, v in r.to_dict().items() if k != "machine"} for r in self.reports]
+        against = {} if self.agreement is None else {"against": self.agreement.to_dict()}
+        return {
+            "path": self.path,
+            "ok": self.ok,
+            "machine": self.machine,
+            "reports": parts,
+            "vectors": {name: vector.to_dict() for name, vector in self.vectors.items()},
+            "same_text": self.texts,
+            **against,
+        }
+
+
+def command(
+    path: options.Path,
+    running: Subjects,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What `verify --json` gave elsewhere: is it equal here?"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the inputs of the layers.")] = 0,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the proof as a page as well.")
+    ] = None,
 ) -> None:
     """Prove, byte by byte, that a token's bits do not depend on its call."""
-    asked_widths = None if widths is None else options.integers("--widths", widths)
-    asked_layers = None if layers is None else options.integers("--layers", layers)
-    if all_layers and layers is not None:
+    asked_widths = None if running.widths is None else options.integers("--widths", running.widths)
+    asked_layers = None if running.layers is None else options.integers("--layers", running.layers)
+    if running.all_layers and running.layers is not None:
         raise ConfigError("--all and --layers were both given; allowed: one of them")
+    other = None if against is None else Other.read(against)
+    if html is not None and not pathlib.Path(html).parent.is_dir():
+        raise ConfigError(f"--html is {html}; allowed: a file in a folder that is there")
     settings = running.settings()
     folder = open_checkpoint(path, running.numerics).path
     # transformers takes seconds to import: what is wrong above is said at once.
@@ -89,25 +160,32 @@ def command(
     with status(not running.json) as say:
         say(f"loading {path}")
         tokenizer = load_tokenizer(folder)
-        ids = prompt_ids(tokenizer, PROMPT if prompt is None else prompt)
+        ids = prompt_ids(tokenizer, PROMPT if running.prompt is None else running.prompt)
         model = load_model(str(folder), **settings, progress=False)
         check_positions(model, ids.shape[1])
         found = blocks(model)
         say("known answers")
         device = found[0][2].device
         reports = [known_answers(running.backend, progress=say, device=device)]
-        for index, layer in chosen(found, asked_layers, all_layers):
-            subject = f"layer {index}: {kind_of(layer)}"
+        vectors: dict[str, Vector] = {}
+        for index, layer in chosen(found, asked_layers, running.all_layers):
+            subject, seed = f"layer {index}: {kind_of(layer)}", running.seed
             reports.append(
                 verify(layer, widths=asked_widths, seed=seed, subject=subject, progress=say)
             )
+            vectors |= vectors_of(layer, subject, seed)
         say("recording the prompt")
         with recording(found) as calls:
             run_prompt(model, ids)
         reports.append(replay(calls, progress=say))
         say("generating after chunked prompts")
         texts = same_text(model, tokenizer, ids[:, :TEXT_PROMPT], TEXT_NEW, TEXT_CHUNKS)
-    show(path, reports, texts, running.json, device)
+    machine = fingerprint(device)
+    agreement = None if other is None else Agreement.of(machine, vectors, other)
+    proof = Proof(path, machine, reports, vectors, texts, agreement)
+    if html is not None:
+        pathlib.Path(html).write_text(proof_page(proof.to_dict()), encoding="utf-8")
+    show(proof, running.json)
 
 
 def chosen(
@@ -146,38 +224,49 @@ def _verdict(reports: list[Report]) -> str:
     return "all bytes equal"
 
 
-def show(
-    path: str, reports: list[Report], texts: dict[int, bool], json: bool, device: torch.device
-) -> None:
-    """Print the proof; raises typer.Exit with status 1 if a report has failed.
-
-    `texts` (chunk -> same text) is told and decides nothing: attention and norms are not ours.
-    """
-    ok, machine = not any(report.failed for report in reports), fingerprint(device)
+def show(proof: Proof, json: bool) -> None:
+    """Print the proof; raises typer.Exit with status 1 if it has failed."""
     if json:
-        parts = [{k: v for k, v in r.to_dict().items() if k != "machine"} for r in reports]
-        print_json(
-            {"path": path, "ok": ok, "machine": machine, "reports": parts, "same_text": texts}
-        )
+        print_json(proof.to_dict())
     else:
-        out = console()
-        out.print(table(reports))
-        typer.echo("machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()))
-        told = ", ".join(
-            f"{chunk}: {'the same' if same else 'differs'}" for chunk, same in texts.items()
-        )
-        typer.echo(
-            "told, not required: the whole model's greedy text after a prompt in chunks of "
-            f"{told} (attention and norms are transformers' and may depend on the width)"
-        )
-        rows, nbytes = (sum(getattr(r, n) for r in reports) for n in ("comparisons", "nbytes"))
-        seconds = sum(report.seconds for report in reports)
-        verdict = _verdict(reports)
-        typer.echo(f"{verdict}: {rows:,} rows, {nbytes:,} bytes compared in {seconds:.1f} s")
-    for report in reports:
+        _show_text(proof)
+    for report in proof.reports:
         for difference in report.differences:
             typer.echo(f"{report.subject}: {difference}", err=True)
         for excess in report.excesses:
             typer.echo(f"{report.subject}: {excess}", err=True)
-    if not ok:
+    for one in () if proof.agreement is None else proof.agreement.compared:
+        if one.result == DIFFERS:
+            typer.echo(str(one), err=True)
+    if not proof.ok:
         raise typer.Exit(MISMATCH)
+
+
+def _show_text(proof: Proof) -> None:
+    reports = proof.reports
+    console().print(table(reports))
+    typer.echo("machine: " + ", ".join(f"{name} {value}" for name, value in proof.machine.items()))
+    told = ", ".join(
+        f"{chunk}: {'the same' if same else 'differs'}" for chunk, same in proof.texts.items()
+    )
+    typer.echo(
+        "told, not required: the whole model's greedy text after a prompt in chunks of "
+        f"{told} (attention and norms are transformers' and may depend on the width)"
+    )
+    rows, nbytes = (sum(getattr(r, n) for r in reports) for n in ("comparisons", "nbytes"))
+    seconds = sum(report.seconds for report in reports)
+    verdict = _verdict(reports)
+    typer.echo(f"{verdict}: {rows:,} rows, {nbytes:,} bytes compared in {seconds:.1f} s")
+    if proof.agreement is not None:
+        _show_agreement(proof.agreement)
+
+
+def _show_agreement(agreement: Agreement) -> None:
+    for one in agreement.compared:
+        typer.echo(f"  {one}")
+    counts = ", ".join(f"{count} {result}" for result, count in agreement.counts().items())
+    there = agreement.other.machine["architecture"]
+    typer.echo(
+        f"{'agrees' if agreement.ok else 'DOES NOT AGREE'} with {agreement.other.name} ({there}): "
+        f"{counts}, {agreement.nbytes:,} bytes"
+    )

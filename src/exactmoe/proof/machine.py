@@ -6,6 +6,7 @@ exact architecture.
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ CONTRACT_VERSION = 1
 """Version of the bit contract (docs/numerics.md). A change of bits is a new one."""
 
 _CPUINFO = Path("/proc/cpuinfo")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def package_version(name: str = "exactmoe") -> str:
@@ -53,7 +55,16 @@ def _card(device: torch.device) -> dict[str, Any]:
         "card": torch.cuda.get_device_name(device),
         "cuda": torch.version.cuda or torch.version.hip,
         "triton": package_version("triton"),
+        "driver": _driver(),
     }
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module ("NVRM version: ... 580.82.07 ...")."""
+    if not _NVIDIA_DRIVER.is_file():
+        return "unknown"
+    match = re.search(r"NVRM version:.*?(\d+\.\d[\d.]*)", _NVIDIA_DRIVER.read_text())
+    return "unknown" if match is None else match[1]
 
 
 def _cpu_name() -> str:

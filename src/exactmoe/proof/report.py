@@ -67,6 +67,7 @@ class Report:
         not_run: dimension, or part of one -> why it could not run here.
         machine: see proof/machine.py.
         seconds: how long it took.
+        times: dimension, as it was asked for -> seconds of it.
     """
 
     subject: str
@@ -75,6 +76,7 @@ class Report:
     not_run: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=fingerprint)
     seconds: float = 0.0
+    times: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -177,6 +179,7 @@ class Report:
             "bounds": {name: bound.to_dict() for name, bound in self.bounds.items()},
             "not_run": dict(self.not_run),
             "seconds": self.seconds,
+            "times": dict(self.times),
             "machine": self.machine,
         }
 

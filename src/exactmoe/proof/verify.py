@@ -73,7 +73,10 @@ def verify(
         for name in chosen:
             if progress is not None:
                 progress(f"{report.subject}: {entry.name}, {name}")
+            begin = time.perf_counter()
             DIMENSIONS[name](trial)
+            took = time.perf_counter() - begin
+            report.times[name] = report.times.get(name, 0.0) + took
     report.seconds = time.perf_counter() - start
     return report
 

@@ -29,7 +29,8 @@ def test_a_matrix_of_subjects_and_dimensions():
     assert "<tr><td>order</td><td></td><td>equal: 1 rows, 16 bytes</td></tr>" in text
     assert "<td>dots</td><td>0.5</td><td>0.25</td>" in text
     assert "<td>streams</td><td>no GPU</td>" in text
-    assert '<td>width</td><td class="number">1.23</td>' in text
+    assert "<tr><td>width</td><td></td><td>1.23</td></tr>" in text
+    assert "<tr><td>all</td>" not in text  # it took no time
     assert "FAILED: 7 rows, 112 bytes compared on this machine, 3 rows differ." in text
     assert "Proof of &lt;model&gt;" in text
     assert "Beside the other machine" not in text
@@ -52,4 +53,5 @@ def test_beside_another_machine():
     assert "<tr><td>driver</td><td></td><td>580.82.07</td></tr>" in text
     assert '<td>a</td><td class="bad">DIFFERS</td><td class="number">4,096</td>' in text
     assert "DO NOT AGREE: 4,096 bytes compared." in text
+    assert "This machine DOES NOT AGREE with that of theirs.json." in text
     assert "<td>only there</td>" in text

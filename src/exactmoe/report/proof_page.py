@@ -26,15 +26,7 @@ def proof_page(content: Mapping[str, Any]) -> str:
         _matrix(content["reports"]),
         *_bounds(content["reports"]),
         *_not_run(content["reports"]),
-        Section(
-            "Times",
-            head=("subject", "dimension", "seconds"),
-            rows=[
-                (report["subject"], name, round(seconds, 2))
-                for report in content["reports"]
-                for name, seconds in {**report["times"], "all": report["seconds"]}.items()
-            ],
-        ),
+        _times(content["reports"]),
     ]
     return page(f"Proof of {content['path']}", sections)
 
@@ -49,6 +41,10 @@ def _verdict(content: Mapping[str, Any]) -> Section:
         "A token must have one bit pattern whatever call it is in. Each dimension below changes "
         "something that may not change a bit, and compares the bytes.",
     ]
+    against = content.get("against")
+    if against is not None:
+        agrees = "agrees" if against["ok"] else "DOES NOT AGREE"
+        text.insert(1, f"This machine {agrees} with that of {against['file']}.")
     return Section("Verdict", text=text)
 
 
@@ -110,3 +106,17 @@ def _not_run(reports: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
     ]
     if rows:
         yield Section("Not run here", head=("subject", "what", "why"), rows=rows)
+
+
+def _times(reports: Sequence[Mapping[str, Any]]) -> Section:
+    """As the matrix; a dimension that took no time anywhere is left out."""
+    spent = [{**report["times"], "all": report["seconds"]} for report in reports]
+    names = dict.fromkeys(name for times in spent for name in times if times[name] >= 0.005)
+    return Section(
+        "Seconds",
+        head=("dimension", *(report["subject"] for report in reports)),
+        rows=[
+            (name, *(f"{times[name]:.2f}" if name in times else "" for times in spent))
+            for name in sorted(names, key=lambda name: name == "all")
+        ],
+    )

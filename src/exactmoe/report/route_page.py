@@ -137,7 +137,7 @@ def write(folder: Path, name: str, trace: RouteTrace, found: Findings, num_cards
 
 
 def _sections(found: Findings, images: dict[str, bytes], num_cards: int) -> Sequence[Section]:
-    eight = f"{found.union[8]:.1f} of {found.uniform[8]:.1f} under uniform routing"
+    eight = f"{found.union[8]:.1f} experts, under uniform routing {found.uniform[8]:.1f}"
     return [
         Section(
             "Load of the experts",

@@ -15,7 +15,7 @@ def test_a_folder_with_a_config_alone(run, tmp_path):
     result = run("plan", bare(tmp_path), *cards)
     assert result.exit_code == 0, result.stderr
     assert "routed experts 171.23 GB (nvfp4)" in result.stdout
-    assert "card 1: experts 122 to 287 of every layer" in result.stdout
+    assert "card 1: experts 121 to 287 of every layer" in result.stdout
     assert "floor of the MLP layers, 1 tokens a step" in result.stdout
     assert result.stdout.endswith("fits\n")
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from exactmoe import load_layer
+from exactmoe import Partition, Placement, load_layer
 from exactmoe.errors import CheckpointError, ConfigError
+from exactmoe.ops import DEVICE, PACKED
 from exactmoe.report.model_bytes import of_checkpoint, of_config, packed_bytes
-from exactmoe.report.plan import Setting, floors, plan_model, workspace_bytes
+from exactmoe.report.plan import Setting, _regions, floors, plan_model, workspace_bytes
 from exactmoe.report.sizes import parse_bytes, parse_rates
+from exactmoe.runtime.workspace import total_bytes
 from published_configs import deepseek_v4_flash, glm_5_3_flash
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
@@ -95,13 +97,33 @@ def test_headers_account_for_every_byte():
 def test_the_workspace_is_what_layers_ask_for(monkeypatch, rows):
     """On a GPU a layer asks for the larger of the two storages there."""
     from exactmoe import block
-    from exactmoe.ops import DEVICE, PACKED
 
     monkeypatch.setattr(block, "_storages", lambda device: (DEVICE, PACKED))
     for name in ("glm5_next", "deepseek_v4"):
         layers = [load_layer(DEMO / name, layer) for layer in (0, 1)]
         asked = max(layer.workspace_bytes(rows) for layer in layers)
-        assert workspace_bytes(of_checkpoint(DEMO / name), rows) == asked
+        model = of_checkpoint(DEMO / name)
+        one = Partition((0,) * layers[1].config.num_experts)
+        assert workspace_bytes(model, rows, one, 0) == asked
+
+
+@pytest.mark.parametrize("name", ["glm5_next", "deepseek_v4"])
+def test_the_workspaces_of_cards_are_together_that_of_a_layer_over_them(name):
+    """Cards of one device lie in one arena, so there the sum is seen."""
+    model = of_checkpoint(DEMO / name)
+    num_experts = model.layers[1].num_experts
+    partition = Partition((0,) * 5 + (1,) * (num_experts - 5))
+    placement = Placement(["cpu", "cpu"], partition=partition.owners, returns="slots")
+    layer = load_layer(DEMO / name, 1, cards=placement)
+    only = replace(model, layers=model.layers[1:2])
+    for storage in (PACKED, DEVICE):
+        asked = total_bytes(layer.regions(64, storage))
+        found = [
+            total_bytes(_regions(only.layers[0].spec, 64, storage, partition, c, n))
+            for c, n in enumerate(partition.counts)
+        ]
+        assert sum(found) == asked
+        assert found[1] < found[0]
 
 
 def test_two_cards_of_96_gib_hold_glm_unevenly(bare):
@@ -205,3 +227,19 @@ def test_a_config_that_cannot_be_read(tmp_path):
         of_config(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         of_config(tmp_path / "none.json")
+
+
+def test_no_more_cards_than_experts_are_proposed():
+    model = of_checkpoint(DEMO / "glm5_next")
+    model = replace(model, layers=tuple(_few(layer) for layer in model.layers))
+    plan = plan_model(setting(model, (0.001, 0.001), kv_reserve=(0, 0), other_bytes=0))
+    assert plan.partition is None
+    assert not any(line.endswith("MiB") and "cards" in line for line in plan.would_fit)
+
+
+def _few(layer):
+    """The layer with three experts."""
+    if layer.spec.moe is None:
+        return layer
+    moe = replace(layer.spec.moe, num_experts=3, top_k=2)
+    return replace(layer, spec=replace(layer.spec, moe=moe))

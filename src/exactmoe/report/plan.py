@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from exactmoe.bank.partition import Partition
 from exactmoe.bank.placing import fit
 from exactmoe.dense import dense_regions
 from exactmoe.errors import ConfigError
 from exactmoe.families import LayerSpec
-from exactmoe.layer import moe_regions
+from exactmoe.layer import block_regions
 from exactmoe.ops import DEVICE, PACKED, Storage
+from exactmoe.parallel.cards import OWNER, Cards
 from exactmoe.report.model_bytes import ModelBytes
 from exactmoe.report.sizes import gib
-from exactmoe.runtime.workspace import total_bytes
+from exactmoe.routed import expert_regions
+from exactmoe.runtime.workspace import Region, total_bytes
 
 # A process that replays graphs has one arena for calls and one for what it captured.
 ARENAS = 2
@@ -117,19 +121,24 @@ def _placed(setting: Setting) -> ModelPlan:
         raise ConfigError(
             f"{len(setting.kv_reserve)} KV reserves for {num_cards} cards; allowed: one a card"
         )
-    workspace = ARENAS * workspace_bytes(model, setting.rows)
+    num_experts, each = _experts(model)
+    # Which card owns what is not known yet: as if each owned all experts, at most a few KiB more.
+    planned = Partition.even(num_experts, num_cards)
+    most = tuple(
+        ARENAS * workspace_bytes(model, setting.rows, planned, card, num_experts)
+        for card in range(num_cards)
+    )
     cards = [
         Card(
             free=free,
             experts=0,
             dense=0 if card else model.mlp_bytes,
             other=0 if card else setting.other_bytes,
-            workspace=workspace,
+            workspace=most[card],
             kv_reserve=setting.kv_reserve[card],
         )
         for card, free in enumerate(setting.free_bytes)
     ]
-    num_experts, each = _experts(model)
     rooms = [card.left - card.kv_reserve for card in cards]
     # One expert in all layers is the unit that a card takes or leaves.
     short = max(0, num_experts * each - sum(max(room, 0) // each * each for room in rooms))
@@ -141,12 +150,16 @@ def _placed(setting: Setting) -> ModelPlan:
         each,
         setting.free_bytes,
         dense_bytes=[card.dense + card.other for card in cards],
-        workspace_bytes=[workspace] * num_cards,
+        workspace_bytes=most,
         kv_reserve_bytes=setting.kv_reserve,
     )
     filled = [
-        replace(card, experts=count * each)
-        for card, count in zip(cards, partition.counts, strict=True)
+        replace(
+            card,
+            experts=count * each,
+            workspace=ARENAS * workspace_bytes(model, setting.rows, partition, number),
+        )
+        for number, (card, count) in enumerate(zip(cards, partition.counts, strict=True))
     ]
     return ModelPlan(setting, tuple(filled), partition)
 
@@ -161,13 +174,18 @@ def _experts(model: ModelBytes) -> tuple[int, int]:
     return counts.pop(), sum(layer.expert_bytes for layer in model.layers)
 
 
-def workspace_bytes(model: ModelBytes, rows: int) -> int:
+def workspace_bytes(
+    model: ModelBytes, rows: int, partition: Partition, card: int, owned: int | None = None
+) -> int:
     """Of one arena of a GPU for pieces of `rows` tokens: the most that a layer needs there on
-    either GPU path (`layer.workspace_bytes`).
+    either GPU path. What cards send each other is in it, and answers are counted as slots.
+
+    owned: experts that the card has room for; None: those of the partition.
     """
+    count = partition.counts[card] if owned is None else owned
     kinds = {_sizes(layer.spec): layer.spec for layer in model.layers}
     return max(
-        total_bytes(_regions(spec, rows, storage))
+        total_bytes(_regions(spec, rows, storage, partition, card, count))
         for spec in kinds.values()
         for storage in (DEVICE, PACKED)
     )
@@ -178,10 +196,20 @@ def _sizes(spec: LayerSpec) -> tuple[object, ...]:
     return (spec.moe, spec.hidden_size, spec.intermediate_size, spec.shared_size)
 
 
-def _regions(spec: LayerSpec, rows: int, storage: Storage) -> list[Any]:
+def _regions(
+    spec: LayerSpec, rows: int, storage: Storage, partition: Partition, card: int, owned: int
+) -> list[Region]:
+    """As MoELayer and DenseMLP lay them out; a peer has nothing but its experts' arrays."""
     if spec.moe is None:
-        return list(dense_regions(spec.hidden_size, spec.intermediate_size, rows, storage))
-    return list(moe_regions(spec.moe, spec.shared_size, rows, storage))
+        sizes = (spec.hidden_size, spec.intermediate_size)
+        return dense_regions(*sizes, rows, storage) if card == OWNER else []
+    regions = expert_regions(spec.moe, owned, rows, storage)
+    if card == OWNER:
+        regions += block_regions(spec.moe, spec.shared_size, rows, storage)
+    if partition.num_cards > 1:
+        devices = (torch.device("cpu"),) * partition.num_cards
+        regions += Cards(partition, devices, "slots").regions(card, rows, spec.moe, storage)
+    return regions
 
 
 def _fits(setting: Setting) -> bool:
@@ -191,7 +219,8 @@ def _fits(setting: Setting) -> bool:
 def _changes(setting: Setting) -> Iterator[str]:
     """Each line is one change that is enough by itself."""
     free, cards = setting.free_bytes, len(setting.free_bytes)
-    for more in range(1, _MOST_CARDS - cards + 1):
+    most = min(_MOST_CARDS, _experts(setting.model)[0])
+    for more in range(1, most - cards + 1):
         reserve = setting.kv_reserve + (0,) * more
         if _fits(replace(setting, free_bytes=free + free[-1:] * more, kv_reserve=reserve)):
             yield f"{cards + more} cards, the further ones of {gib(free[-1])}"

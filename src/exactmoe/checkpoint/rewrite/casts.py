@@ -76,14 +76,29 @@ def _to_mxfp4(weight: PackedWeight) -> PackedWeight | None:
 
 
 def prove_equal(before: PackedWeight, after: PackedWeight, name: str) -> None:
-    """Compares every value of two weights, byte by byte in float64, where both are exact.
+    """Proves that two FP4 weights have the same values: the same codes, byte by byte, and over each
+    block with a non-zero code the same step, which float64 holds exactly in both.
 
     Raises:
         BitMismatch: they differ; the cast is wrong.
     """
-    for old, new in zip(_decoded(before), _decoded(after), strict=True):
-        if not torch.equal(old.view(torch.int64), new.view(torch.int64)):
-            raise BitMismatch(f"{name}: the cast to {after.format} changed a value")
+    same = _steps(before) == _steps(after)
+    counted = nonzero_blocks(before).repeat_interleave(BLOCK[before.format] // 16, -1)
+    if not torch.equal(before.codes, after.codes) or not bool((same | ~counted).all()):
+        raise BitMismatch(f"{name}: the cast to {after.format} changed a value")
+
+
+def _steps(weight: PackedWeight) -> Tensor:
+    """Block scale x global scale, one for each 16 values: float64 [E, N, K // 16]."""
+    assert weight.scales is not None
+    if weight.format == "mxfp4":
+        exponents = weight.scales.long() - E8M0_BIAS
+        steps = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
+        return steps.repeat_interleave(2, -1)
+    assert weight.global_scale is not None
+    steps, scale = decode_e4m3(weight.scales).double(), weight.global_scale.double()
+    scale = scale[:, None, None]
+    return steps * scale if weight.global_scale_op == "multiply" else steps / scale
 
 
 def sqnr(before: PackedWeight, after: PackedWeight) -> float | None:

@@ -185,6 +185,27 @@ def test_an_error_at_any_step_leaves_the_next_call_right(rng, monkeypatch, numer
         assert number >= 1, name
 
 
+def test_serial_is_one_card_after_the_other(rng, monkeypatch):
+    """Else every gate_up is queued before any down."""
+    layer, order = small_layer(rng), []
+    for name in ("gate_up", "down"):
+        original = getattr(CpuPath, name)
+
+        def seen(*args, name=name, original=original):
+            order.append(name)
+            original(*args)
+
+        monkeypatch.setattr(CpuPath, name, staticmethod(seen))
+    x = torch.randn(2, 64, generator=rng).bfloat16()
+    for serial, wanted in (
+        (True, ["gate_up", "down"] * 2),
+        (False, ["gate_up"] * 2 + ["down"] * 2),
+    ):
+        order.clear()
+        on_cards(layer, EVEN, serial=serial)(x)
+        assert order == wanted
+
+
 def test_copies_are_checked():
     with pytest.raises(
         ConfigError, match=r"x of card 1: torch.float32 \(3,\) is sent into torch.f"

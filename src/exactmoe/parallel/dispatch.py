@@ -191,7 +191,7 @@ def _partials(cards: Cards, wire: Wire, given: list[Message]) -> Answer:
             place += 1
     groups, ones = (wire.rows(OWNER, name, num_tokens) for name in ("groups", "ones"))
     groups.copy_(cards.first_groups.expand_as(groups))
-    ones.fill_(1.0)
+    ones.fill_(1.0)  # read, but neither multiplied by nor compared: no group comes twice
     return Answer(returned.view(-1, returned.shape[2]), (groups, ones), GROUPS, _UNWEIGHTED)
 
 

@@ -20,7 +20,7 @@ def test_a_matrix_of_subjects_and_dimensions():
     bad.compare("width", "", torch.zeros(3, 4), torch.ones(3, 4), width=9, first_token=4)
     bad.compare("order", "", torch.zeros(1, 4), torch.zeros(1, 4))
     bad.measure("dots", 0.5, 0.25)
-    bad.not_run["streams"] = "no GPU"
+    bad.not_run["streams"] = "no <GPU>"
     bad.times["width"] = 1.234
     text = proof_page(content(good, bad, ok=False))
     assert "<th>layer 1</th><th>layer &lt;2&gt;</th>" in text
@@ -28,7 +28,7 @@ def test_a_matrix_of_subjects_and_dimensions():
     assert '<td class="bad">DIFFER: 3 of 3 rows, first: token 4 of 9</td>' in text
     assert "<tr><td>order</td><td></td><td>equal: 1 rows, 16 bytes</td></tr>" in text
     assert "<td>dots</td><td>0.5</td><td>0.25</td>" in text
-    assert "<td>streams</td><td>no GPU</td>" in text
+    assert "<td>streams</td><td>no &lt;GPU&gt;</td>" in text
     assert "<tr><td>width</td><td></td><td>1.23</td></tr>" in text
     assert "<tr><td>all</td>" not in text  # it took no time
     assert "FAILED: 7 rows, 112 bytes compared on this machine, 3 rows differ." in text

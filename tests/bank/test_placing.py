@@ -100,6 +100,11 @@ def test_by_load_is_near_the_best_of_all(rng):
     assert busiest(found, loads) < busiest(Partition.even(8, 2), loads)
 
 
+def test_experts_are_exchanged_after_the_heaviest_first():
+    """Heaviest first gives {3, 2, 2} and {3, 2}; an exchange makes them {2, 2, 2} and {3, 3}."""
+    assert busiest(by_load(torch.tensor([3, 3, 2, 2, 2]), 2), torch.tensor([3, 3, 2, 2, 2])) == 6.0
+
+
 def test_by_load_keeps_to_the_rooms(rng):
     loads = torch.rand(3, 20, generator=rng)
     assert by_load(loads, 3).counts == (7, 7, 6)

@@ -89,9 +89,13 @@ def random_inputs(tokens: int, args: argparse.Namespace, rng: torch.Generator) -
 
 
 def medians(
-    calls: list[Callable[..., Tensor]], inputs: list[Inputs], seconds: float
+    calls: list[Callable[..., Tensor]], inputs: list[Inputs], seconds: float, pause: float
 ) -> list[float]:
-    """Median seconds of each call; they take turns over the inputs, at least once each."""
+    """Median seconds of each call; they take turns over the inputs, at least once each.
+
+    A pause before each call: behind a call of torch's its OpenMP threads spin for some milliseconds
+    and take a core from whoever comes next, which would be ours only.
+    """
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call(*inputs[0])
@@ -99,6 +103,7 @@ def medians(
     while time.perf_counter() < end or len(times[0]) < len(inputs):
         given = inputs[len(times[0]) % len(inputs)]
         for call, taken in zip(calls, times, strict=True):
+            time.sleep(pause)
             start = time.perf_counter()
             call(*given)
             taken.append(time.perf_counter() - start)
@@ -122,6 +127,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=5.0, help="time for each width")
+    pause = "ms before a call, in which torch's OpenMP threads stop spinning"
+    parser.add_argument("--pause", type=float, default=20.0, help=pause)
     parser.add_argument("--numerics", default="a16", choices=["a16", "a8"])
     return parser.parse_args()
 
@@ -148,7 +155,7 @@ def main() -> None:
     print("tokens  ours ms  eager bf16 ms  faster  our error  eager error")
     for tokens in args.tokens:
         inputs = [random_inputs(tokens, args, rng) for _ in range(ROTATED)]
-        ours, theirs = medians([layer.experts, eager], inputs, args.seconds)
+        ours, theirs = medians([layer.experts, eager], inputs, args.seconds, args.pause / 1e3)
         few = tuple(part[:TRUTH_TOKENS] for part in inputs[0])
         true = truth(bank, *few)
         errors = [

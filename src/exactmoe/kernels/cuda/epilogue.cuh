@@ -25,8 +25,7 @@ __device__ __forceinline__ u16* place_of(void* out, const Item& item, const int*
 #endif
 }
 
-// words[i]: results of tokens 8i + 2 (lane % 4) and the next, of this lane's row of one panel;
-// `column` is the first of the warpgroup's 32 features.
+// words[i]: results of tokens 8i + 2 (lane % 4) and the next, of this lane's row of one panel.
 __device__ __forceinline__ void store_panel(const u32 (&words)[TOKENS / 8], const Item& item,
                                             const int* slots, void* out, u32 width, u32 column,
                                             u32 staging, u32 warp, u32 lane) {
@@ -36,7 +35,7 @@ __device__ __forceinline__ void store_panel(const u32 (&words)[TOKENS / 8], cons
             u32 token = i / 2 * 8 + lane % 4 * 2 + i % 2;
             u16 value = u16(words[i / 2] >> (16 * (i % 2)));
             if (token < item.count)
-                place_of(out, item, slots, token, column / 8 + warp % 4, width)[lane / 4] = value;
+                place_of(out, item, slots, token, column / 8 + warp, width)[lane / 4] = value;
         }
     } else {
         u32 thread = threadIdx.x % 128, group = warp / 4;
@@ -48,12 +47,11 @@ __device__ __forceinline__ void store_panel(const u32 (&words)[TOKENS / 8], cons
                 quarter[i] = begin + 8 * i < TOKENS ? words[(begin + 8 * i) / 8 % (TOKENS / 8)] : 0;
             store_transposed(staging + lane * OUT_ROW + warp % 4 * 16, quarter);
             sync_threads(1 + group, 128);
-            u32 token = begin + thread / 4, eighth = column / 8 + thread % 4;
+            u32 token = begin + thread / 4, eighth = column / 8 + group * 4 + thread % 4;
             if (token < item.count) {
                 u32 piece[4];
                 load_16(piece, staging + thread / 4 * OUT_ROW + thread % 4 * 16);
-                *reinterpret_cast<uint4*>(place_of(out, item, slots, token, eighth, width)) =
-                    make_uint4(piece[0], piece[1], piece[2], piece[3]);
+                store_16(place_of(out, item, slots, token, eighth, width), piece);
             }
             sync_threads(1 + group, 128);
         }
@@ -63,7 +61,7 @@ __device__ __forceinline__ void store_panel(const u32 (&words)[TOKENS / 8], cons
 __device__ __forceinline__ void finish(const float (&sums)[TOKENS / 2], const Item& item,
                                        float first_factor, float second_factor, u32 divide,
                                        float limit, const int* slots, void* out, u32 panels,
-                                       u32 strip, u32 staging, u32 warp, u32 lane) {
+                                       u32 staging, u32 warp, u32 lane) {
     u32 width = panels * PANEL;
     u32 words[TOKENS / 8];
 #if GATE_UP
@@ -76,11 +74,11 @@ __device__ __forceinline__ void finish(const float (&sums)[TOKENS / 2], const It
                           scaled(sums[4 * i + 2 + j], second_factor, divide & 2), limit);
         words[i] = round_bf16x2(h[0], h[1]);
     }
-    store_panel(words, item, slots, out, width, strip * STRIP, staging, warp, lane);
+    store_panel(words, item, slots, out, width, item.block * PANEL, staging, warp, lane);
 #else
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
-        u32 column = (strip / 4 * 2 + half) * PANEL + strip % 4 * STRIP;
+        u32 column = (2 * item.block + half) * PANEL;
         float factor = half ? second_factor : first_factor;
         if (column < width) {
 #if SLOT_F32
@@ -91,7 +89,7 @@ __device__ __forceinline__ void finish(const float (&sums)[TOKENS / 2], const It
                 if (value != value) value = __int_as_float(0x7FC00000);
                 if (token < item.count)
                     static_cast<float*>(out)[u64(slots[item.first + token]) * width + column +
-                                             warp % 4 * 8 + lane / 4] = value;
+                                             warp * 8 + lane / 4] = value;
             }
 #else
 #pragma unroll

@@ -2,10 +2,10 @@
 // weights on the M side (64 rows a warpgroup) and TOKENS tokens on the N side, wgmma m64nNk16 bf16,
 // k ascending on one accumulator from +0. TOKENS, the ring and the order of work change no bit.
 //
-// A block owns one SM: STRIPS warpgroups multiply, one more fills a ring in shared memory. A work item
-// is STRIPS strips x up to TOKENS tokens of one expert x all of k. A strip is 32 rows of each of two
-// panels of 128 weight rows; each lane holds row r of the first and row r of the second: gate and up
-// of one feature, so SwiGLU needs no exchange; for down the panels 2j and 2j + 1.
+// A block owns one SM: four warpgroups multiply, one more fills a ring in shared memory. A work item
+// is 2 panels of 128 weight rows x up to TOKENS tokens of one expert x all of k. Of the two panels
+// each lane holds row r of the first and row r of the second: gate and up of one feature, so SwiGLU
+// needs no exchange; for down the panels 2j and 2j + 1.
 //
 // Token rows are gathered from x (GATHER), or read packed: eights of rows of one expert, cut along k
 // into pieces of 8 x 64 bf16 that lie as wgmma wants them (128-byte swizzle), so that one bulk copy
@@ -28,8 +28,8 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
 
     u32 x_ring = (shared_address(raw) + 1023) & ~1023u;
     u32 code_ring = x_ring + STAGES * X_BYTES;
-    u32 scale_ring = code_ring + STAGES * STRIPS * 2 * CODE_BYTES;
-    u32 staging = scale_ring + STAGES * STRIPS * 2 * STRIP_SCALE_BYTES;
+    u32 scale_ring = code_ring + STAGES * 2 * CODE_BYTES;
+    u32 staging = scale_ring + STAGES * 2 * PANEL_SCALE_BYTES;
     u32 full = staging + WARPS / 4 * OUT_BYTES, empty = full + 8 * STAGES;
     u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
@@ -47,7 +47,7 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
 #endif
     work.count(offsets, num_experts);
 
-    u32 strips = 4 * (GATE_UP ? panels : (panels + 1) / 2), blocks = (strips + STRIPS - 1) / STRIPS;
+    u32 blocks = GATE_UP ? panels : (panels + 1) / 2;
     u32 items = work.tiles_before[num_experts] * blocks, chunks = k / CHUNK;
     Place place;
 
@@ -59,31 +59,23 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
             Item item = work.find(num_experts, index, blocks);
             u32 eights = GATHER ? 0 : (item.count + 7) / 8;
             const u8* rows = x + u64(item.group + lane) * chunks * ROWS_BYTES;
-            // The strips lie in one panel or in two; lanes 0 ... 3 copy codes and scales of both
-            // projections' part in the first, lanes 4 ... 7 that in the second.
-            u32 begin = item.block * STRIPS, kind = lane % 4, second = kind % 2;
-            u32 present = strips - begin < STRIPS ? strips - begin : STRIPS;
-            u32 cut = 4 - begin % 4 < present ? 4 - begin % 4 : present;
-            u32 from = lane < 4 ? 0 : cut, count = lane < 4 ? cut : present - cut;
-            u32 strip = begin + from;
-            u32 panel = GATE_UP ? strip / 4 : strip / 4 * 2 + second;
+            // Lanes 0 ... 3 copy codes and scales of both panels.
+            bool codes = lane < 2, second = lane % 2;
+            u32 panel = GATE_UP ? item.block : 2 * item.block + second;
             panel = panel < panels ? panel : panel - 1;
-            bool codes = kind < 2;
-            u32 bytes = codes ? CODE_BYTES : STRIP_SCALE_BYTES;
+            u32 bytes = codes ? CODE_BYTES : PANEL_SCALE_BYTES;
             const u8* source = codes ? (second ? second_codes : first_codes)
                                      : (second ? second_scales : first_scales);
             u64 stride = codes ? (second ? second_code_stride : first_code_stride)
                                : (second ? second_scale_stride : first_scale_stride);
-            source += item.expert * stride + (u64(panel) * chunks * 4 + strip % 4) * bytes;
-            u32 ring = (codes ? code_ring : scale_ring) + (second * STRIPS + from) * bytes;
-            bool copies = lane < 8 && count > 0;
-            u32 expected =
-                present * 2 * (CODE_BYTES + STRIP_SCALE_BYTES) + eights * ROWS_BYTES;
+            source += item.expert * stride + u64(panel) * chunks * bytes;
+            u32 ring = (codes ? code_ring : scale_ring) + second * bytes;
             auto fill_weights = [&](u32 chunk, u32 stage) {
-                if (lane == 0) barrier_arrive_expect(full + 8 * stage, expected);
-                if (copies)
-                    copy_bulk(ring + stage * STRIPS * 2 * bytes, source + chunk * 4 * bytes,
-                              count * bytes, full + 8 * stage);
+                if (lane == 0)
+                    barrier_arrive_expect(full + 8 * stage, WEIGHT_BYTES + eights * ROWS_BYTES);
+                if (lane < 4)
+                    copy_bulk(ring + stage * 2 * bytes, source + chunk * bytes, bytes,
+                              full + 8 * stage);
             };
             auto fill_rows = [&](u32 chunk, u32 stage) {
                 if (lane < eights)
@@ -163,22 +155,11 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
         float sums[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
-        u32 strip = item.block * STRIPS + warp / 4;
-        Multiply multiply{full,
-                          empty,
-                          code_ring + warp / 4 * CODE_BYTES + warp % 4 * 512 + lane * 16,
-                          scale_ring + warp / 4 * STRIP_SCALE_BYTES +
-                              (warp % 4 * 8 + lane / 4) * SCALE_BYTES,
-                          ring_rows,
-                          chunks,
-                          first_offset,
-                          second_offset};
-        if (strip >= strips) {
-            multiply.pass(place);
-            continue;
-        }
+        Multiply multiply{full, empty, code_ring + warp * 512 + lane * 16,
+                          scale_ring + (warp * 8 + lane / 4) * SCALE_BYTES, ring_rows, chunks,
+                          first_offset, second_offset};
         WIDTHS(item.count, multiply.run, sums, place)
-        finish(sums, item, first_factor, second_factor, divide, limit, slots, out, panels, strip,
+        finish(sums, item, first_factor, second_factor, divide, limit, slots, out, panels,
                staging + warp / 4 * OUT_BYTES, warp, lane);
     }
 }

@@ -1,14 +1,13 @@
 // Sizes of the experts kernels, and how blocks find their work.
 
-constexpr u32 STRIPS = 4;                        // of a work item
-constexpr u32 WARPS = 4 * STRIPS;                // that multiply: a warpgroup a strip
+constexpr u32 WARPS = 16;                        // that multiply
 constexpr u32 THREADS = 32 * (WARPS + 4);        // and four that fill the ring
 constexpr u32 GATHER_WARPS = 3;                  // of those
 constexpr u32 CHUNK = 128;                       // of k, in one stage
 constexpr u32 PANEL = 128;                       // weight rows
-constexpr u32 STRIP = 32;                        // of them, in one strip
-constexpr u32 CODE_BYTES = STRIP * CHUNK / 2;    // of a panel's strip in a stage
-constexpr u32 STRIP_SCALE_BYTES = STRIP * SCALE_BYTES;
+constexpr u32 CODE_BYTES = PANEL * CHUNK / 2;    // of a panel in a stage
+constexpr u32 PANEL_SCALE_BYTES = PANEL * SCALE_BYTES;
+constexpr u32 WEIGHT_BYTES = 2 * (CODE_BYTES + PANEL_SCALE_BYTES);
 constexpr u32 ROWS_BYTES = 8 * CHUNK * 2;        // of eight token rows in a stage
 constexpr u32 X_BYTES = TOKENS / 8 * ROWS_BYTES;
 constexpr u32 MAX_EXPERTS = 1024;
@@ -17,7 +16,7 @@ constexpr bool OVERLAP = TOKENS <= 16;           // a stage's last wgmmas run on
 constexpr u32 OUT_ROW = 80;                      // bytes of 32 results of a token, and padding
 constexpr u32 OUT_BYTES = STAGED ? 32 * OUT_ROW : 0;  // of a warpgroup: 32 tokens at a time
 
-// Up to TOKENS rows of one expert, and STRIPS strips of its weight rows. `group` is the first row's place
+// Up to TOKENS rows of one expert, and a block of its weight rows. `group` is the first row's place
 // in packed rows, in eights: those of expert e begin at offsets[e] / 8 + e, so that each expert's
 // begin a new eight and no sum over experts is needed.
 struct Item {

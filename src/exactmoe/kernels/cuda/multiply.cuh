@@ -6,14 +6,6 @@ struct Multiply {
     u64 ring_rows;      // token rows of the ring's first stage
     u32 chunks, first_offset, second_offset;
 
-    // A warpgroup without a strip keeps the ring going.
-    __device__ __forceinline__ void pass(Place& place) const {
-        for (u32 chunk = 0; chunk < chunks; ++chunk, place.next()) {
-            barrier_wait(full + 8 * place.stage, place.parity);
-            if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * place.stage);
-        }
-    }
-
     // sums [64, N] of the first N token columns, along all of k. N <= TOKENS is a multiple of 8 that
     // holds the item's tokens: wgmma gives a column the same bits for every N.
     template <int N>
@@ -23,12 +15,12 @@ struct Multiply {
         Scales first_scale, second_scale;
         auto fetch = [&]() {
             barrier_wait(full + 8 * place.stage, place.parity);
-            u32 from = codes + place.stage * STRIPS * 2 * CODE_BYTES;
-            u32 scales_from = scales + place.stage * STRIPS * 2 * STRIP_SCALE_BYTES;
+            u32 from = codes + place.stage * 2 * CODE_BYTES;
+            u32 scales_from = scales + place.stage * 2 * PANEL_SCALE_BYTES;
             load_16(first, from);
-            load_16(second, from + STRIPS * CODE_BYTES);
+            load_16(second, from + CODE_BYTES);
             first_scale.load(scales_from);
-            second_scale.load(scales_from + STRIPS * STRIP_SCALE_BYTES);
+            second_scale.load(scales_from + PANEL_SCALE_BYTES);
         };
         bool elected = threadIdx.x % 32 == 0;
         if (N < 64) fetch();

@@ -78,7 +78,7 @@ __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- loads from shared memory
+// ---- loads from shared memory, stores
 
 __device__ __forceinline__ void load_16(u32 (&words)[4], u32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -92,6 +92,12 @@ __device__ __forceinline__ void load_8(u32 (&words)[2], u32 address) {
 
 __device__ __forceinline__ void load_4(u32& word, u32 address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+}
+
+__device__ __forceinline__ void store_16(void* target, const u32 (&words)[4]) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
 }
 
 // Four 8x8 matrices of 16-bit values, each stored transposed; lane i gives the address of row i % 8

@@ -19,6 +19,7 @@ from exactmoe.ops import DECODED, DEVICE, PACKED, Path, Storage
 from exactmoe.plan import Plan, architecture_of, backends
 from exactmoe.runtime import notes, workspace
 from exactmoe.runtime.devices import capturing, current
+from exactmoe.runtime.spans import CallSpans, LayerSpans
 from exactmoe.runtime.workspace import Arena, Region, total_bytes
 
 
@@ -30,15 +31,21 @@ class Space:
         path: of the backend that was chosen for this call.
         arrays: of the workspace, by name; as many rows as a piece may have.
         arena: that they lie in.
+        spans: what records the steps of this piece, if somebody profiles it.
     """
 
     path: Path
     arrays: dict[str, Tensor]
     arena: Arena
+    spans: CallSpans | None = None
 
     def rows(self, name: str, count: int) -> Tensor:
         """The first `count` rows of an array."""
         return self.arrays[name][:count]
+
+    def recorded(self, spans: CallSpans, card: int = 0) -> "Space":
+        """The same space, whose ops are spans of this piece on a card."""
+        return replace(self, path=ops.timed(self.path, spans, card), spans=spans)
 
     def staged(self, x: Tensor) -> Tensor:
         """x bfloat16 [T, H] as the path reads it: the caller's own memory, or a copy in `x`."""
@@ -65,6 +72,7 @@ class Block(ExactModule):
         super().__init__()
         self._limits = limits or Limits()
         self.backend = backend
+        self.spans: LayerSpans | None = None  # records the steps of its calls, while it is set
 
     @property
     def limits(self) -> Limits:
@@ -151,7 +159,12 @@ class Block(ExactModule):
                 )
                 space = Space(path, arrays, held)
                 for start in range(0, num_tokens, rows):
-                    compute(space, slice(start, min(start + rows, num_tokens)))
+                    piece = slice(start, min(start + rows, num_tokens))
+                    if self.spans is None:
+                        compute(space, piece)
+                    else:
+                        with self.spans.call(piece.stop - start, self.device) as spans:
+                            compute(space if spans is None else space.recorded(spans), piece)
 
             held.exclusively(pieces)
 

@@ -82,10 +82,12 @@ def answered(layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, T
 
     def start(card: int, message: Message) -> Program:
         own = Space(space.path, arrays[card], space.arena)
+        if space.spans is not None:
+            own = own.recorded(space.spans, card)
         fault = layer.fault if card == OWNER else own.arrays["fault"]
         return _program(layer, bank[card], own, message, fault)
 
-    wire = Wire(space.path, arrays, layer.config, layer.lost)
+    wire = Wire(space.path, arrays, layer.config, layer.lost, space.spans)
     return exchange(cards, wire, message, start)
 
 

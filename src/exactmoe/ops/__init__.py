@@ -7,6 +7,7 @@ import importlib
 from functools import cache
 
 from exactmoe.ops.path import CANONICAL, DECODED, DEVICE, FRAGMENT, PACKED, Path, Storage
+from exactmoe.ops.timed import timed
 
 _PATHS = {
     "cpu": ("exactmoe.ops.cpu_path", "CpuPath"),
@@ -23,4 +24,14 @@ def path(name: str) -> Path:
     return getattr(importlib.import_module(module), kind)()  # type: ignore[no-any-return]
 
 
-__all__ = ["CANONICAL", "DECODED", "DEVICE", "FRAGMENT", "PACKED", "Path", "Storage", "path"]
+__all__ = [
+    "CANONICAL",
+    "DECODED",
+    "DEVICE",
+    "FRAGMENT",
+    "PACKED",
+    "Path",
+    "Storage",
+    "path",
+    "timed",
+]

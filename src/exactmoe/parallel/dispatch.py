@@ -17,6 +17,7 @@ from exactmoe.errors import ConfigError
 from exactmoe.formats.rows import Rows
 from exactmoe.ops import Path
 from exactmoe.parallel.cards import OWNER, Cards
+from exactmoe.runtime.spans import CallSpans, span
 
 # Partial vectors are added as they are: no weight multiplies them.
 _UNWEIGHTED = Numerics.preset("a8")
@@ -58,12 +59,14 @@ class Wire:
         arrays: of the workspace, for each card (`Cards.regions` and its experts' own).
         config: of the layer.
         lost: int64 [1] on the owner; grows by the slots that no card, or more than one, has served.
+        spans: what records the steps of the piece, if somebody profiles it.
     """
 
     path: Path
     arrays: tuple[dict[str, Tensor], ...]
     config: MoEConfig
     lost: Tensor
+    spans: CallSpans | None = None
 
     def rows(self, card: int, name: str, count: int) -> Tensor:
         """The first rows of an array of a card."""
@@ -82,10 +85,12 @@ def exchange(
         start: start(card, message) makes the route table of a card from local ids and gives its
             program; the slots go to the card's array "slots".
     """
-    given = [message, *(_sent(wire, peer, message) for peer in cards.peers)]
+    with span(wire.spans, "dispatch"):
+        given = [message, *(_sent(wire, peer, message) for peer in cards.peers)]
+        local = [_local_ids(cards, wire, card, part.ids) for card, part in enumerate(given)]
     programs = [
-        start(card, part._replace(ids=_local_ids(cards, wire, card, part.ids)))
-        for card, part in enumerate(given)
+        start(card, part._replace(ids=ids))
+        for card, (part, ids) in enumerate(zip(given, local, strict=True))
     ]
     if cards.serial:
         for program in programs:
@@ -97,10 +102,11 @@ def exchange(
             program.gate_up()
         for program in programs:
             program.down()
-    _count_served(cards, wire, message.ids.numel())
-    if cards.returns == "partials":
-        return _partials(cards, wire, given)
-    return _slots(cards, wire, message)
+    with span(wire.spans, "return"):
+        _count_served(cards, wire, message.ids.numel())
+        if cards.returns == "partials":
+            return _partials(cards, wire, given)
+        return _slots(cards, wire, message)
 
 
 def copy_over(source: Tensor, target: Tensor, what: str) -> Tensor:

@@ -1,7 +1,8 @@
-"""Dense MLP (dense FFN, shared expert): bf16 activations in both classes, segments of 4096
-(contract sections 4, 7).
+"""Dense parts (dense FFN, shared expert, a linear layer): bf16 activations in both classes,
+segments of 4096 (contract sections 4, 7).
 """
 
+import torch
 from torch import Tensor
 
 from exactmoe.formats import PackedWeight, apply_global_scale, operand
@@ -19,9 +20,17 @@ def dense_mlp(
     return canonical(_project(down, h))
 
 
-def _project(weight: PackedWeight, x: Tensor) -> Tensor:
-    w, rows = operand(weight, 0), x.float()
+def dense_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """One linear layer of G groups, each with inputs and outputs of its own: x bfloat16 [T, G, K],
+    weight of G "experts" [G, N, K] -> float32 [T, G, N], before any rounding to an output type.
+    """
+    groups = [_project(weight, x[:, group], group) for group in range(weight.num_experts)]
+    return canonical(torch.stack(groups, 1))
+
+
+def _project(weight: PackedWeight, x: Tensor, expert: int = 0) -> Tensor:
+    w, rows = operand(weight, expert), x.float()
     if weight.format == "fp8":
         assert weight.scales is not None
-        return dot_blocks(w, rows, weight.scales[0], segment=DENSE_SEGMENT)
-    return apply_global_scale(weight, 0, dot_dense(w, rows))
+        return dot_blocks(w, rows, weight.scales[expert], segment=DENSE_SEGMENT)
+    return apply_global_scale(weight, expert, dot_dense(w, rows))

@@ -3,15 +3,13 @@
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from chains import block_chains, chain
+from dense_loops import projected
 from exactmoe import DenseMLP, PackedWeight
 from exactmoe.errors import ConfigError
-from exactmoe.formats import operand
 from exactmoe.reference.functions import swiglu32
 from layers import BACKENDS, assert_same_bits, normal, relative_l2, true_activation, true_values
 from paths import random_weight
@@ -22,37 +20,6 @@ FORMATS = ("nvfp4", "nvfp4-divide", "mxfp4", "bf16", "fp8")
 def parts(rng: torch.Generator, format: str, hidden: int, inner: int) -> dict[str, PackedWeight]:
     sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     return {name: random_weight(rng, format, 1, *size) for name, size in sizes.items()}
-
-
-def scaled(weight: PackedWeight, total: np.float32) -> np.float32:
-    """The global scale of NVFP4, or 2^p of MXFP4."""
-    if weight.global_scale is not None:
-        scale = np.float32(weight.global_scale[0])
-        return total * scale if weight.global_scale_op == "multiply" else total / scale
-    if weight.format == "mxfp4":
-        assert weight.scales is not None
-        return total * np.float32(2.0 ** (int(weight.scales.max()) - 127))
-    return total
-
-
-def projected(weight: PackedWeight, rows: Tensor, segment: int) -> Tensor:
-    """One projection [T, N] by plain loops, cut every `segment` of k."""
-    values, x = operand(weight, 0).numpy(), rows.float().numpy()
-
-    def one(token: int, row: int) -> np.float32:
-        total = np.float32(0)
-        for start in range(0, weight.columns, segment):
-            part = slice(start, start + segment)
-            if weight.format == "fp8":
-                assert weight.scales is not None
-                blocks = slice(start // 128, -(-min(start + segment, weight.columns) // 128))
-                scales = weight.scales[0, row // 128, blocks].numpy()
-                total = total + block_chains(values[row, part], x[token, part], scales)
-            else:
-                total = total + chain(values[row, part], x[token, part])
-        return scaled(weight, total)
-
-    return torch.tensor([[one(t, n) for n in range(weight.rows)] for t in range(len(x))])
 
 
 def expected(weights: dict[str, PackedWeight], x: Tensor, limit: float, segment: int) -> Tensor:

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from exactmoe.formats import PackedWeight
     from exactmoe.hf import load_model
     from exactmoe.layer import MoELayer
+    from exactmoe.linear import DenseLinear
     from exactmoe.load import load_layer
     from exactmoe.proof.verify import verify
 
 __all__ = [
+    "DenseLinear",
     "DenseMLP",
     "ExpertBank",
     "Limits",
@@ -44,6 +46,7 @@ _HOMES = {
     "formats": ("PackedWeight",),
     "hf": ("load_model",),
     "layer": ("MoELayer",),
+    "linear": ("DenseLinear",),
     "load": ("load_layer",),
     "proof": ("verify",),
 }

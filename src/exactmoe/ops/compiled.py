@@ -88,11 +88,16 @@ def refuse_out(given: bool) -> None:
 
 
 def block(
-    owner: Any, run: Callable[..., Tensor], x: Tensor, token_ids: Tensor | None, dtype: torch.dtype
+    owner: Any,
+    run: Callable[..., Tensor],
+    x: Tensor,
+    token_ids: Tensor | None,
+    dtype: torch.dtype,
+    columns: int | None = None,
 ) -> Tensor:
     """The traced form of run(owner, x) or, with ids, run(owner, x, token_ids).
 
-    The result has x's shape and `dtype`.
+    The result has x's shape, its last dimension `columns` where given, and `dtype`.
 
     Args:
         owner: a layer; it keeps a handle as an attribute.
@@ -100,7 +105,8 @@ def block(
     """
     _require_tracer()
     _bind(owner, _BLOCK, run)
-    return _block(x, token_ids, getattr(owner, _BLOCK).number, dtype)  # type: ignore[no-any-return]
+    number, columns = getattr(owner, _BLOCK).number, x.shape[-1] if columns is None else columns
+    return _block(x, token_ids, number, dtype, columns)  # type: ignore[no-any-return]
 
 
 def experts(
@@ -130,7 +136,9 @@ def _call(number: int, *tensors: Tensor | None) -> Tensor:
 
 
 @torch.library.custom_op("exactmoe::block", mutates_args=())
-def _block(x: Tensor, token_ids: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
+def _block(
+    x: Tensor, token_ids: Tensor | None, number: int, dtype: torch.dtype, columns: int
+) -> Tensor:
     return _call(number, x, token_ids)
 
 
@@ -142,8 +150,8 @@ def _experts(
 
 
 @_block.register_fake
-def _(x: Tensor, token_ids: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+def _(x: Tensor, token_ids: Tensor | None, number: int, dtype: torch.dtype, columns: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
 
 
 @_experts.register_fake

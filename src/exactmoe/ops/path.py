@@ -173,5 +173,10 @@ class Path(Protocol):
         float32 [T, H]; h [T, I] is scratch.
         """
 
+    def dense_linear(self, x: Tensor, weight: Any, out: Tensor) -> None:
+        """x [T, G, K] (values of bf16); a weight of G groups [G, N, K], in canonical order -> out
+        float32 [T, G, N].
+        """
+
     def finish(self, dense: Tensor, y: Tensor) -> None:
         """y = round(+0 + dense): float32 [T, H] to bfloat16 or float32, canonical NaN."""

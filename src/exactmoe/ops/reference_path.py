@@ -121,6 +121,10 @@ class ReferencePath:
         out.copy_(reference.dense_mlp(x, *weights, swiglu_limit))
 
     @default_float_environment()
+    def dense_linear(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
+        out.copy_(reference.dense_linear(x, weight))
+
+    @default_float_environment()
     def finish(self, dense: Tensor, y: Tensor) -> None:
         y.copy_(reference.finish(torch.zeros_like(dense), dense, _output(y)))
 

@@ -15,6 +15,8 @@ from exactmoe.plan.architectures import architecture_name
 from exactmoe.plan.choose import Plan
 from exactmoe.plan.tiles import TILES, TileChoice, choose_tile
 
+PROJECTIONS = ("gate", "up", "down")
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -27,6 +29,7 @@ class Explanation:
         tiles: of the ops of a piece; a CPU's are fixed and not named.
         switches: of the environment that are not at their default.
         cards: a token's way through several cards, a line each.
+        names: of the weights.
     """
 
     plan: Plan
@@ -40,6 +43,7 @@ class Explanation:
     tiles: tuple[TileChoice, ...] = ()
     switches: tuple[tuple[str, Any], ...] = ()
     cards: tuple[str, ...] = ()
+    names: tuple[str, ...] = PROJECTIONS
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -61,10 +65,9 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        names = ("gate", "up", "down")
         units = ", ".join(
             f"{name} {format} ({fp8} of {self.num_experts} exact on fp8 units)"
-            for name, format, fp8 in zip(names, self.formats, self.fp8_experts, strict=True)
+            for name, format, fp8 in zip(self.names, self.formats, self.fp8_experts, strict=True)
         )
         calls = f"{self.width} tokens in {self.pieces} piece{'s' if self.pieces != 1 else ''}"
         calls += f"; at most {self.max_rows} a piece; activations {self.numerics.activation}"
@@ -83,8 +86,9 @@ def explain(
     width: int,
     weights: Iterable[PackedWeight],
     tiles: tuple[TileChoice, ...] = (),
+    names: tuple[str, ...] = PROJECTIONS,
 ) -> Explanation:
-    """Put together an Explanation; `weights` are gate, up and down, read one after the other."""
+    """Put together an Explanation; `weights` are those of `names`, read one after the other."""
     read = [(w.format, w.num_experts, int(fp8_exact(w).sum())) for w in weights]
     formats, counts, exact = zip(*read, strict=True)
     max_rows = limits.rows_on(torch.device(plan.device))
@@ -99,6 +103,7 @@ def explain(
         fp8_experts=exact,
         tiles=tiles,
         switches=tuple(env.changed().items()),
+        names=names,
     )
 
 

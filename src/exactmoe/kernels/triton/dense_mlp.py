@@ -12,7 +12,7 @@ from exactmoe.kernels.triton.gate_up import gate_up_tile
 
 
 @triton.jit
-def _find_tile(num_row_blocks, num_tokens, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_dense_tile(num_row_blocks, num_tokens, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
     """(row block, tokens [N], which of them are real) of a program.
 
     GROUP token tiles go over all row blocks together, so that L2 holds their tokens and a weight
@@ -49,7 +49,7 @@ def dense_gate_up(
     BLOCK_K: tl.constexpr,
 ):
     """x and h: (values, row stride). Grid: row blocks x token tiles."""
-    block, token, token_mask = _find_tile(tl.cdiv(rows, ROWS), num_tokens, GROUP, BLOCK_N)
+    block, token, token_mask = find_dense_tile(tl.cdiv(rows, ROWS), num_tokens, GROUP, BLOCK_N)
     tokens = (x[0] + token * x[1], x[0])
     result, row, row_mask = gate_up_tile(
         gate, up, 0, block, tokens, token_mask, limit, rows, COLUMNS, SEGMENT,
@@ -78,7 +78,7 @@ def dense_down(
     BLOCK_K: tl.constexpr,
 ):
     """h and out: (values, row stride). Grid: row blocks x token tiles."""
-    block, token, token_mask = _find_tile(tl.cdiv(rows, ROWS), num_tokens, GROUP, BLOCK_N)
+    block, token, token_mask = find_dense_tile(tl.cdiv(rows, ROWS), num_tokens, GROUP, BLOCK_N)
     tokens = (h[0] + token * h[1], h[0])
     result, row, row_mask = down_tile(
         weight, 0, block, tokens, token_mask, rows, COLUMNS, SEGMENT,

@@ -76,17 +76,15 @@ def launches(
         "num_tokens": x.shape[0],
         "rows": down.weight.rows,
     }
-    pair, single = (
-        _fitted(tile, part, count, x.shape[0]) for part, count in ((gate, 2), (down, 1))
-    )
+    pair, single = (fitted(tile, part, count, x.shape[0]) for part, count in ((gate, 2), (down, 1)))
     last = {"DIVIDE": down.divide}
     return (
-        _launch(kernels.dense_gate_up, gate, first, constants, pair, architecture),
-        _launch(kernels.dense_down, down, second, last, single, architecture),
+        dense_launch(kernels.dense_gate_up, gate, first, constants, pair, architecture),
+        dense_launch(kernels.dense_down, down, second, last, single, architecture),
     )
 
 
-def _fitted(tile: Tile, weight: TritonWeight, projections: int, num_tokens: int) -> Tile:
+def fitted(tile: Tile, weight: TritonWeight, projections: int, num_tokens: int) -> Tile:
     """The tile for gate and up, which are one operand, or for down with as many rows; fewer rows
     where they would make too few programs.
     """
@@ -96,13 +94,13 @@ def _fitted(tile: Tile, weight: TritonWeight, projections: int, num_tokens: int)
     rows, tiles = tile.rows, triton.cdiv(num_tokens, tile.tokens)
     while (
         rows * projections > _FEWEST_ROWS
-        and triton.cdiv(weight.weight.rows, rows) * tiles < _PROGRAMS
+        and triton.cdiv(weight.weight.rows, rows) * tiles * weight.weight.num_experts < _PROGRAMS
     ):
         rows //= 2
     return replace(tile, rows=rows, matrix_rows=max(64, rows * projections))
 
 
-def _launch(
+def dense_launch(
     kernel: object,
     weight: TritonWeight,
     arguments: dict[str, Any],
@@ -110,6 +108,7 @@ def _launch(
     tile: Tile,
     architecture: str,
 ) -> Launch:
+    """A kernel of dense parts over (row blocks x token tiles, groups)."""
     columns = weight.weight.columns
     constants = constants | {
         "COLUMNS": columns,
@@ -118,5 +117,7 @@ def _launch(
         "GROUP": _GROUP,
     }
     blocks = triton.cdiv(arguments["rows"], tile.rows)
-    grid = (blocks * triton.cdiv(arguments["num_tokens"], tile.tokens),)
+    tiles = blocks * triton.cdiv(arguments["num_tokens"], tile.tokens)
+    experts = weight.weight.num_experts
+    grid = (tiles,) if experts == 1 else (tiles, experts)
     return Launch(kernel, grid, arguments, constants, tile, architecture)

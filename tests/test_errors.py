@@ -4,13 +4,21 @@ import pickle
 
 import pytest
 
-from exactmoe.errors import BitMismatch, CheckpointError, ConfigError, ExactMoEError, Unsupported
+from exactmoe.errors import (
+    BitMismatch,
+    CheckpointError,
+    ConfigError,
+    ExactMoEError,
+    RankLost,
+    Unsupported,
+)
 
 KINDS = [
     (ConfigError, ValueError),
     (CheckpointError, Exception),
     (Unsupported, NotImplementedError),
     (BitMismatch, AssertionError),
+    (RankLost, RuntimeError),
 ]
 
 

@@ -12,6 +12,9 @@ import torch
 
 from exactmoe.errors import ConfigError, Unsupported
 
+CONTRACT_VERSION = 1
+"""Version of the bit contract (docs/numerics.md). A change of bits is a new one."""
+
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
 # Types of torch devices that have a path here.
@@ -275,6 +278,7 @@ def checked_max_rows(value: object) -> int:
 
 
 __all__ = [
+    "CONTRACT_VERSION",
     "DEVICE_TYPES",
     "MAX_EXPERTS",
     "MAX_TOP_K",

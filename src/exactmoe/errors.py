@@ -1,4 +1,4 @@
-"""The four errors of ExactMoE. Each message names the value, what it was, and what is allowed."""
+"""The errors of ExactMoE. Each message names the value, what it was, and what is allowed."""
 
 
 class ExactMoEError(Exception):
@@ -27,3 +27,7 @@ class Unsupported(ExactMoEError, NotImplementedError):
 
 class BitMismatch(ExactMoEError, AssertionError):
     """Two results that the bit contract declares equal differ in their bytes."""
+
+
+class RankLost(ExactMoEError, RuntimeError):
+    """A rank of torch.distributed died or does not answer; the message says which, where it can."""

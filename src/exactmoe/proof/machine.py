@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
+from exactmoe.config import CONTRACT_VERSION
 from exactmoe.plan import architecture_name
-
-CONTRACT_VERSION = 1
-"""Version of the bit contract (docs/numerics.md). A change of bits is a new one."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

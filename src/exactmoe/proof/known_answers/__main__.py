@@ -3,7 +3,7 @@
 Compares, or writes answers. --write adds the answers of new cases: on the CPU computed by the
 reference; on a GPU by the paths that it has, which must agree (`verify` bounds their dots against
 float64). An answer that is already stored changes only with --new-contract: that is a new version
-of the bit contract (CONTRACT_VERSION in proof/machine.py, docs/numerics.md, CHANGELOG.md).
+of the bit contract (CONTRACT_VERSION in config.py, docs/numerics.md, CHANGELOG.md).
 """
 
 import argparse

@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import torch
 
+from exactmoe.config import CONTRACT_VERSION
 from exactmoe.errors import BitMismatch, Unsupported
 from exactmoe.plan import architecture_name
 from exactmoe.proof.known_answers.cases import CASES, Case
 from exactmoe.proof.known_answers.file import Answer, answers_on, read_files
-from exactmoe.proof.machine import CONTRACT_VERSION, fingerprint
+from exactmoe.proof.machine import fingerprint
 from exactmoe.proof.report import Report
 
 CPU = torch.device("cpu")

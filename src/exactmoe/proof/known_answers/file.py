@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exactmoe.config import CONTRACT_VERSION
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import CheckpointError
 from exactmoe.proof.backends import canonical_twin, paths_of
 from exactmoe.proof.batch import Batch, Entry
 from exactmoe.proof.known_answers.cases import Case
-from exactmoe.proof.machine import CONTRACT_VERSION
 
 CPU = torch.device("cpu")
 FOLDER = Path(__file__).parent.parent

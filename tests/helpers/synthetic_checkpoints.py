@@ -88,8 +88,8 @@ class Synthetic:
 
 
 def sized(synthetic: Synthetic, gib: float) -> Synthetic:
-    """The same with 1024-wide layers of 64 experts, and as many layers as make `gib` GiB."""
-    wide = replace(synthetic, hidden_size=2048, intermediate_size=1024, num_experts=64)
+    """The same with 40 experts of GLM's size a layer, and as many layers as make `gib` GiB."""
+    wide = replace(synthetic, hidden_size=4096, intermediate_size=2048, num_experts=40)
     layer = sum(entry.nbytes for entry, _ in _experts(wide, _specs(wide)[-1]))
     layers = max(2, round(gib * 2**30 / layer) + (wide.family == "glm5_next"))
     return replace(wide, num_layers=layers, shards=max(2, round(gib)))

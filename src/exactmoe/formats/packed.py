@@ -18,6 +18,10 @@ BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16, "fp8": 128}
 # What k is a multiple of: the last block of an fp8 row may be shorter.
 _COLUMNS = {**BLOCK, "fp8": 16}
 MAX_BINADES = 96
+# Bits of 16 codes that belong to magnitudes.
+_MAGNITUDES = 0x7777777777777777
+# Codes are looked at in pieces of about this size: masks lie beside them.
+_PIECE_BYTES = 32 << 20
 F32_INF_BITS = 0x7F800000
 
 
@@ -145,8 +149,9 @@ def _require_values(weight: PackedWeight) -> None:
     if weight.format == "fp8" and scales is not None:
         _require_fp8_values(weight.codes, scales)
     elif weight.format == "nvfp4" and scales is not None and global_scale is not None:
-        bad = (scales & 0x7F == E4M3_NAN) | (scales >= 0x80)
-        if bool(bad.any()):
+        # NaN without a sign is the last byte before those that have one.
+        if int(scales.max()) >= E4M3_NAN:
+            bad = scales >= E4M3_NAN
             byte = int(scales[bad][0])
             raise ConfigError(
                 f"block scale 0x{byte:02X} at {_first(bad)}; allowed: E4M3 without NaN or sign"
@@ -157,11 +162,9 @@ def _require_values(weight: PackedWeight) -> None:
             value = float(global_scale[expert])
             raise ConfigError(f"global scale of expert {expert} is {value}; allowed: finite, > 0")
     elif weight.format == "mxfp4" and scales is not None:
-        bad = scales == E8M0_NAN
-        if bool(bad.any()):
-            raise ConfigError(
-                f"block scale 0xFF (NaN) at {_first(bad)}; allowed: E8M0 bytes 0 to 254"
-            )
+        if int(scales.max()) == E8M0_NAN:
+            place = _first(scales == E8M0_NAN)
+            raise ConfigError(f"block scale 0xFF (NaN) at {place}; allowed: E8M0 bytes 0 to 254")
         low, high = exponent_range(weight)
         span = high - low
         if bool((span > MAX_BINADES).any()):
@@ -197,7 +200,14 @@ def nonzero_blocks(weight: PackedWeight) -> Tensor:
 
 
 def _nonzero(codes: Tensor, block: int) -> Tensor:
-    return ((codes & 0x77) != 0).unflatten(-1, (-1, block // 2)).any(-1)
+    places = (codes.data_ptr(), codes.storage_offset(), *codes.stride()[:-1])
+    if codes.stride(-1) != 1 or any(place % 8 for place in places):
+        codes = codes.clone(memory_format=torch.contiguous_format)
+    words = codes.view(torch.int64).unflatten(-1, (-1, block // 16))  # of 16 codes
+    first, *rest = words.unbind(-1)
+    for other in rest:
+        first = first | other
+    return (first & _MAGNITUDES) != 0
 
 
 def exponent_range(weight: PackedWeight) -> tuple[Tensor, Tensor]:
@@ -212,12 +222,23 @@ def exponent_range(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def _exponent_range(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    exponents = scales.int() - E8M0_BIAS
-    counted = _nonzero(codes, BLOCK["mxfp4"])
-    high = torch.where(counted, exponents, torch.full_like(exponents, -1000)).amax((-2, -1))
-    low = torch.where(counted, exponents, torch.full_like(exponents, 1000)).amin((-2, -1))
+    experts = max(1, _PIECE_BYTES * len(codes) // codes.nbytes)
+    lows, highs = [], []
+    for some, their in zip(codes.split(experts), scales.split(experts), strict=True):
+        counted = _nonzero(some, BLOCK["mxfp4"])
+        highs.append(torch.where(counted, their, 0).flatten(1).amax(1))
+        lows.append(torch.where(counted, their, E8M0_NAN).flatten(1).amin(1))
+    low, high = torch.cat(lows).int(), torch.cat(highs).int()
     empty = high < low
-    return low.masked_fill(empty, 0), high.masked_fill(empty, 0)
+    low, high = ((byte - E8M0_BIAS).masked_fill(empty, 0) for byte in (low, high))
+    return low, high
+
+
+def _largest_exponent(weight: PackedWeight, expert: int) -> Tensor:
+    """p of one expert, int32 []."""
+    assert weight.scales is not None
+    only = slice(expert, expert + 1)
+    return _exponent_range(weight.codes[only], weight.scales[only])[1][0]
 
 
 def operand(weight: PackedWeight, expert: int) -> Tensor:
@@ -234,7 +255,7 @@ def operand(weight: PackedWeight, expert: int) -> Tensor:
     if weight.format == "nvfp4":
         block_scales = decode_e4m3(weight.scales[expert])
     else:
-        _, high = _exponent_range(weight.codes[expert], weight.scales[expert])
+        high = _largest_exponent(weight, expert)
         # A block of zeros may carry an exponent above p: its zeros must not meet an Inf.
         exponents = weight.scales[expert].int() - E8M0_BIAS - high
         block_scales = power_of_two(exponents.clamp(max=0))
@@ -246,9 +267,8 @@ def apply_global_scale(weight: PackedWeight, expert: int, accumulator: Tensor) -
 
     BF16, FP8: acc unchanged.
     """
-    if weight.format == "mxfp4" and weight.scales is not None:
-        _, high = _exponent_range(weight.codes[expert], weight.scales[expert])
-        return accumulator * power_of_two(high)
+    if weight.format == "mxfp4":
+        return accumulator * power_of_two(_largest_exponent(weight, expert))
     if weight.global_scale is None:
         return accumulator
     scale = weight.global_scale[expert]

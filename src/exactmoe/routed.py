@@ -85,7 +85,7 @@ def answered(layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, T
         if space.spans is not None:
             own = own.recorded(space.spans, card)
         fault = layer.fault if card == OWNER else own.arrays["fault"]
-        return _program(layer, bank[card], own, message, fault)
+        return program(layer, bank[card], own, message, fault)
 
     wire = Wire(space.path, arrays, layer.config, layer.lost, space.spans)
     return exchange(cards, wire, message, start)
@@ -110,12 +110,12 @@ def routed_slots(
     slots = space.rows("slots", ids.numel())
     _say_once(layer, space, ids.numel())
     if not space.path.storage.reads_given or lever("EXACTMOE_UNION"):
-        _run(_program(layer, bank, space, Message(Rows(x, None), ids, weights), layer.fault))
+        _run(program(layer, bank, space, Message(Rows(x, None), ids, weights), layer.fault))
         return slots
     for token, top_k in enumerate([ids.shape[1]] * ids.shape[0]):
         one = slice(token, token + 1)
         message = Message(Rows(x[one], None), ids[one], weights[one])
-        _run(_program(layer, bank, space, message, layer.fault, token * top_k))
+        _run(program(layer, bank, space, message, layer.fault, token * top_k))
     return slots
 
 
@@ -124,7 +124,7 @@ def _run(program: Program) -> None:
     program.down()
 
 
-def _program(
+def program(
     layer: "MoELayer",
     bank: ExpertBank,
     space: Space,

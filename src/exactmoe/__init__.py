@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from exactmoe.linear import DenseLinear
     from exactmoe.load import load_layer
     from exactmoe.proof.verify import verify
+    from exactmoe.report.profile import profile
 
 __all__ = [
     "DenseLinear",
@@ -35,6 +36,7 @@ __all__ = [
     "RouterConfig",
     "load_layer",
     "load_model",
+    "profile",
     "quantize_experts",
     "verify",
 ]
@@ -49,6 +51,7 @@ _HOMES = {
     "linear": ("DenseLinear",),
     "load": ("load_layer",),
     "proof": ("verify",),
+    "report.profile": ("profile",),
 }
 
 

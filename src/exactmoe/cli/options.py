@@ -4,6 +4,7 @@ A command takes a struct as one argument; `flattened` shows its fields to typer 
 """
 
 import inspect
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
@@ -89,3 +90,11 @@ def integers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{option} is {text!r}; allowed: integers separated by commas") from None
+
+
+def text_of(option: str, file: str) -> str:
+    """The text of a file; ConfigError names the option."""
+    try:
+        return pathlib.Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {file} cannot be read: {error}") from error

@@ -70,10 +70,7 @@ def _require_layers(path: str, trace: RouteTrace) -> None:
 def _recorded(path: str, file: str, running: options.Running) -> RouteTrace:
     settings = running.settings()
     folder = open_checkpoint(path, running.numerics).path
-    try:
-        content = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {file} cannot be read: {error}") from error
+    content = options.text_of("--text", file)
     # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
     from exactmoe.hf.text import load_tokenizer, prompt_ids, quiet, run_prompt

@@ -9,7 +9,7 @@ _STYLE = """\
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em;
   color: #1a1a1a; background: #fff; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; }
-img { max-width: 100%; height: auto; }
+figure { margin: 1em 0; } img { max-width: 100%; height: auto; }
 table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto; }
 th, td { border: 1px solid #ccc; padding: 0.25em 0.7em; text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }

@@ -1,17 +1,12 @@
 """The pictures of a trace, as PNGs."""
 
-import io
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from exactmoe.errors import Unsupported
+from exactmoe.report.drawing import figure_of, png
 from exactmoe.report.route_load import WIDTHS, Shares, relative_load, uniform_union, union
 from exactmoe.report.route_trace import RouteTrace
-
-_DPI = 130
-_WIDTH = 11.0
 
 
 def load_map(trace: RouteTrace) -> bytes:
@@ -20,7 +15,7 @@ def load_map(trace: RouteTrace) -> bytes:
     Raises:
         Unsupported: matplotlib is not installed.
     """
-    figure = _figure(1.8 + min(0.42 * len(trace.layers), 9.0))
+    figure = figure_of(1.8 + min(0.42 * len(trace.layers), 9.0))
     from matplotlib import colors
 
     most = max(routes.num_experts for routes in trace.layers.values())
@@ -41,12 +36,12 @@ def load_map(trace: RouteTrace) -> bytes:
     panel.set_ylabel("layer")
     tokens = max(len(routes.steps) for routes in trace.layers.values())
     panel.set_title(f"How often each expert is chosen ({tokens:,} tokens)")
-    return _png(figure)
+    return png(figure)
 
 
 def union_curves(trace: RouteTrace) -> bytes:
     """Distinct experts of 1 to 16 consecutive tokens: each layer, their mean, uniform routing."""
-    figure = _figure(5.5)
+    figure = figure_of(5.5)
     panel = figure.subplots()
     lines = np.array([[union(r, width) for width in WIDTHS] for r in trace.layers.values()])
     told = set()
@@ -74,12 +69,12 @@ def union_curves(trace: RouteTrace) -> bytes:
     panel.grid(alpha=0.25)
     panel.legend(loc="lower right")
     panel.set_title("How many experts a call must read")
-    return _png(figure)
+    return png(figure)
 
 
 def share_bars(found: Sequence[Shares], num_cards: int) -> bytes:
     """Share of the busiest card, for each placement and width of a call."""
-    figure = _figure(5.0)
+    figure = figure_of(5.0)
     panel = figure.subplots()
     widths = sorted({width for part in found for width in part.by_width})
     size = 0.8 / len(found)
@@ -97,20 +92,4 @@ def share_bars(found: Sequence[Shares], num_cards: int) -> bytes:
     panel.grid(axis="y", alpha=0.25)
     panel.legend(loc="upper right", ncols=min(len(found) + 1, 4))
     panel.set_title(f"How evenly {num_cards} cards share the work (lower is better)")
-    return _png(figure)
-
-
-def _figure(height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Unsupported(
-            "pictures need matplotlib, which is not installed: pip install 'exactmoe[plot]'"
-        ) from None
-    return Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return png(figure)

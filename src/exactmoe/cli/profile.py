@@ -1,0 +1,81 @@
+"""`exactmoe profile PATH`: how long each step of each layer takes, over the width of a call."""
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from exactmoe.cli import options
+from exactmoe.cli.output import console, open_checkpoint, print_json, status
+from exactmoe.cli.verify import PROMPT
+from exactmoe.errors import ConfigError
+from exactmoe.report.profile_model import ModelProfile, profile_model
+from exactmoe.report.profile_page import write
+from exactmoe.report.profile_tables import by_width, lost_line, summed, tables
+
+WIDTHS = "1,8,64"
+
+
+def command(
+    path: options.Path,
+    running: options.Running,
+    widths: Annotated[str, typer.Option(metavar="LIST", help="Tokens a call.")] = WIDTHS,
+    calls: Annotated[int, typer.Option(min=1, help="Calls for each width.")] = 10,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text that runs; by default some code.")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a trace that Perfetto opens.")
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with pictures, and PNGs.")
+    ] = None,
+) -> None:
+    """Say where the time of a call goes: every step of every MLP layer, eager and captured."""
+    asked = options.integers("--widths", widths)
+    for name, file in (("--trace", trace), ("--html", html)):
+        if file is not None and not pathlib.Path(file).parent.is_dir():
+            raise ConfigError(f"{name} is {file}; allowed: a file in a folder that is there")
+    content = PROMPT if text is None else options.text_of("--text", text)
+    settings = running.settings()
+    folder = open_checkpoint(path, running.numerics).path
+    # transformers takes seconds to import: what is wrong above is said at once.
+    from exactmoe.hf import blocks, load_model
+    from exactmoe.hf.text import load_tokenizer, prompt_ids, quiet, run_prompt
+
+    if not running.debug:
+        quiet()
+    ids = prompt_ids(load_tokenizer(folder), content)
+    with status(not running.json) as say:
+        say(f"loading {path}")
+        model = load_model(str(folder), **settings, progress=False)
+        found = profile_model(
+            path, blocks(model), lambda part: run_prompt(model, part), ids, asked, calls, say
+        )
+    files = []
+    if trace is not None:
+        found.profiled.save_trace(trace)
+        files.append(trace)
+    if html is not None:
+        files += write(html, found)
+    if running.json:
+        print_json({**found.to_dict(), "files": files})
+    else:
+        _show(found, files)
+
+
+def _show(found: ModelProfile, files: list[str]) -> None:
+    rows = found.profiled.rows()
+    out = console()
+    for table in tables(rows, found.profiled.graphs()):
+        out.print(table)
+    for width, of_width in by_width(rows).items():
+        mlp, whole = summed(of_width)["call"], found.model_us[width]
+        typer.echo(
+            f"{width} token{'s' * (width != 1)} a call: MLP layers {mlp / 1e3:,.2f} ms of "
+            f"{whole / 1e3:,.2f} ms of the whole model ({100 * mlp / whole:.0f} %)"
+        )
+    if found.profiled.lost:
+        typer.echo(lost_line(found.profiled.lost))
+    for file in files:
+        typer.echo(file)

@@ -37,6 +37,7 @@ LEVELS = {
     "dense": 6,
     "linear": 6,
     "routed": 6,
+    "ranked": 6,
     "layer": 6,
     "load": 6,
     "hf": 7,

@@ -1,0 +1,136 @@
+"""Functions of tests that run on several gloo ranks at once; nothing of it can hang.
+
+`RankPool` keeps four processes, since each takes seconds to import torch; tests of fewer ranks use
+groups of them. `on_ranks` starts processes of their own, for tests that break them.
+"""
+
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SIZES = (2, 3, 4)
+# Of one function on all ranks, and of one collective in it.
+SECONDS, COLLECTIVE_SECONDS = 120, 30
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RankPool:
+    """Four processes that wait for functions."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        """function(ranks, *arguments) on ranks 0 to size - 1 -> what each returned.
+
+        Raises:
+            AssertionError: a rank raised, with its traceback, or has not ended in time.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, size, arguments))
+        answers = [
+            pipe.recv() if pipe.poll(SECONDS) else (None, f"no answer after {SECONDS} s")
+            for pipe in self._pipes
+        ]
+        errors = [f"rank {r}: {error}" for r, (_, error) in enumerate(answers) if error]
+        if errors:
+            self.stop()  # the groups of ranks that have failed are of no use
+            raise AssertionError("\n".join(errors))
+        return [value for value, _ in answers[:size]]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context, port = mp.get_context("spawn"), free_port()
+        for rank in range(max(SIZES)):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, port), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+
+def _serve(pipe: Connection, rank: int, port: int) -> None:
+    from exactmoe.parallel.ranks import Ranks
+
+    _join(rank, max(SIZES), port, COLLECTIVE_SECONDS)
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    while True:
+        function, size, arguments = pipe.recv()
+        if rank >= size:
+            pipe.send((None, None))
+            continue
+        try:
+            pipe.send((function(Ranks(group=groups[size]), *arguments), None))
+        except Exception:  # noqa: BLE001 - the parent raises it
+            pipe.send((None, traceback.format_exc()))
+
+
+def on_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, seconds: float = 5.0
+) -> list[Any]:
+    """function(rank, *arguments) in each of `size` new processes -> what each returned, or None
+    where it died; seconds: of one collective.
+    """
+    context, port = mp.get_context("spawn"), free_port()
+    processes, pipes = [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        call = (there, (rank, size, port, seconds), function, arguments)
+        processes.append(context.Process(target=_once, args=call, daemon=True))
+        processes[-1].start()
+        there.close()
+        pipes.append(here)
+    try:
+        return [_received(pipe) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _received(pipe: Connection) -> Any:
+    assert pipe.poll(SECONDS), f"a rank has not ended after {SECONDS} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _once(
+    pipe: Connection, place: tuple[int, int, int, float], function: Any, arguments: Any
+) -> None:
+    _join(*place)
+    pipe.send(function(place[0], *arguments))
+
+
+def _join(rank: int, size: int, port: int, seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+    )

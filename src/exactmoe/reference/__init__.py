@@ -3,7 +3,7 @@ contract version 1).
 """
 
 from exactmoe.reference.combine import combine, finish
-from exactmoe.reference.dense_mlp import dense_linear, dense_mlp
+from exactmoe.reference.dense_mlp import dense_gate_up, dense_linear, dense_mlp
 from exactmoe.reference.dot import dot, dot_blocks, dot_dense, dot_router, dot_scaled
 from exactmoe.reference.experts import as_rows, down, expert_slots, gate_up, project
 from exactmoe.reference.quantize import quantize
@@ -19,6 +19,7 @@ from exactmoe.reference.router import (
 __all__ = [
     "as_rows",
     "combine",
+    "dense_gate_up",
     "dense_linear",
     "dense_mlp",
     "dot",

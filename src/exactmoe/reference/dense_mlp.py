@@ -16,8 +16,12 @@ def dense_mlp(
     """x bfloat16 [T, H], one-expert weights -> float32 [T, H], before any rounding to an output
     type.
     """
-    h = to_bf16(swiglu32(_project(gate, x), _project(up, x), limit))
-    return canonical(_project(down, h))
+    return canonical(_project(down, dense_gate_up(x, gate, up, limit)))
+
+
+def dense_gate_up(x: Tensor, gate: PackedWeight, up: PackedWeight, limit: float | None) -> Tensor:
+    """x bfloat16 [T, H] -> h [T, I], float32 values of bf16: what `dense_mlp` gives to its down."""
+    return to_bf16(swiglu32(_project(gate, x), _project(up, x), limit))
 
 
 def dense_linear(x: Tensor, weight: PackedWeight) -> Tensor:

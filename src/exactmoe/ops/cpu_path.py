@@ -5,7 +5,7 @@ from torch import Tensor
 from exactmoe.config import Numerics
 from exactmoe.ops.cpu.combine import combine
 from exactmoe.ops.cpu.dense_linear import dense_linear
-from exactmoe.ops.cpu.dense_mlp import dense_mlp
+from exactmoe.ops.cpu.dense_mlp import dense_gate_up, dense_mlp
 from exactmoe.ops.cpu.down import down
 from exactmoe.ops.cpu.finish import finish
 from exactmoe.ops.cpu.gate_up import gate_up
@@ -28,6 +28,7 @@ class CpuPath:
     down = staticmethod(down)
     combine = staticmethod(combine)
     dense_mlp = staticmethod(dense_mlp)
+    dense_gate_up = staticmethod(dense_gate_up)
     dense_linear = staticmethod(dense_linear)
     finish = staticmethod(finish)
 

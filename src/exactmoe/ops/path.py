@@ -173,6 +173,13 @@ class Path(Protocol):
         float32 [T, H]; h [T, I] is scratch.
         """
 
+    def dense_gate_up(
+        self, x: Tensor, gate_up: tuple[Any, Any], swiglu_limit: float | None, h: Tensor
+    ) -> None:
+        """The first half of dense_mlp: x [T, H] -> h [T, I], what its down reads. The second half
+        is dense_linear.
+        """
+
     def dense_linear(self, x: Tensor, weight: Any, out: Tensor) -> None:
         """x [T, G, K] (values of bf16); a weight of G groups [G, N, K], in canonical order -> out
         float32 [T, G, N].

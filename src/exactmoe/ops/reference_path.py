@@ -121,6 +121,16 @@ class ReferencePath:
         out.copy_(reference.dense_mlp(x, *weights, swiglu_limit))
 
     @default_float_environment()
+    def dense_gate_up(
+        self,
+        x: Tensor,
+        gate_up: tuple[PackedWeight, PackedWeight],
+        swiglu_limit: float | None,
+        h: Tensor,
+    ) -> None:
+        h.copy_(reference.dense_gate_up(x, *gate_up, swiglu_limit))
+
+    @default_float_environment()
     def dense_linear(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
         out.copy_(reference.dense_linear(x, weight))
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from exactmoe.ops.path import DEVICE
 from exactmoe.ops.triton.combine import combine
 from exactmoe.ops.triton.dense_linear import dense_linear as run_dense_linear
+from exactmoe.ops.triton.dense_mlp import dense_gate_up as run_dense_gate_up
 from exactmoe.ops.triton.dense_mlp import dense_mlp as run_dense_mlp
 from exactmoe.ops.triton.down import down
 from exactmoe.ops.triton.finish import finish
@@ -38,6 +39,15 @@ class TritonPath:
         out: Tensor,
     ) -> None:
         run_dense_mlp(x, weights, swiglu_limit, h, out, self.name)
+
+    def dense_gate_up(
+        self,
+        x: Tensor,
+        gate_up: tuple[TritonWeight, TritonWeight],
+        swiglu_limit: float | None,
+        h: Tensor,
+    ) -> None:
+        run_dense_gate_up(x, gate_up, swiglu_limit, h, self.name)
 
     def dense_linear(self, x: Tensor, weight: TritonWeight, out: Tensor) -> None:
         run_dense_linear(x, weight, out, self.name)

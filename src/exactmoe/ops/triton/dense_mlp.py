@@ -54,8 +54,47 @@ def launches(
         Unsupported: gate and up have different formats.
     """
     gate, up, down = weights
+    second = {
+        "h": (h, h.stride(0)),
+        "weight": down.arguments,
+        "out": (out, out.stride(0)),
+        "num_tokens": x.shape[0],
+        "rows": down.weight.rows,
+    }
+    first = gate_up_launch(x, (gate, up), swiglu_limit, h, tile, architecture)
+    last, cut = {"DIVIDE": down.divide}, fitted(tile, down, 1, x.shape[0])
+    return first, dense_launch(kernels.dense_down, down, second, last, cut, architecture)
+
+
+def dense_gate_up(
+    x: Tensor,
+    gate_up: tuple[TritonWeight, TritonWeight],
+    swiglu_limit: float | None,
+    h: Tensor,
+    backend: str,
+) -> None:
+    """The first half: x bfloat16 [T, H] -> h bfloat16 [T, I]; backend as in dense_mlp."""
+    name = architecture(x.device)
+    chosen = tile(backend, name, "dense_mlp", x.shape[0], 1)
+    gate_up_launch(x, gate_up, swiglu_limit, h, chosen, name).run()
+
+
+def gate_up_launch(
+    x: Tensor,
+    gate_up: tuple[TritonWeight, TritonWeight],
+    swiglu_limit: float | None,
+    h: Tensor,
+    tile: Tile,
+    architecture: str,
+) -> Launch:
+    """gate_up with a given tile.
+
+    Raises:
+        Unsupported: gate and up have different formats.
+    """
+    gate, up = gate_up
     require_one_format(gate, up)
-    first = {
+    arguments = {
         "x": (x, x.stride(0)),
         "gate": gate.arguments,
         "up": up.arguments,
@@ -69,19 +108,8 @@ def launches(
         "DIVIDE_UP": up.divide,
         "CLAMP": swiglu_limit is not None,
     }
-    second = {
-        "h": (h, h.stride(0)),
-        "weight": down.arguments,
-        "out": (out, out.stride(0)),
-        "num_tokens": x.shape[0],
-        "rows": down.weight.rows,
-    }
-    pair, single = (fitted(tile, part, count, x.shape[0]) for part, count in ((gate, 2), (down, 1)))
-    last = {"DIVIDE": down.divide}
-    return (
-        dense_launch(kernels.dense_gate_up, gate, first, constants, pair, architecture),
-        dense_launch(kernels.dense_down, down, second, last, single, architecture),
-    )
+    pair = fitted(tile, gate, 2, x.shape[0])
+    return dense_launch(kernels.dense_gate_up, gate, arguments, constants, pair, architecture)
 
 
 def fitted(tile: Tile, weight: TritonWeight, projections: int, num_tokens: int) -> Tile:

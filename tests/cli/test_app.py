@@ -22,6 +22,7 @@ COMMANDS = (
     "generate",
     "inspect",
     "plan",
+    "profile",
     "quantize",
     "routes",
     "verify",

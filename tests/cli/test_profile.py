@@ -37,6 +37,7 @@ def test_json_has_every_layer_and_width(profiled):
     for width in (1, 4):
         mlp = sum(row["call_us"] for key, row in found.items() if key[0] == width)
         assert mlp < content["model_us"][str(width)]
+    assert content["machine"]["architecture"] == "cpu"
     files = [folder / name for name in ("t.json", "p.html", "p-steps.png", "p-layers.png")]
     assert content["files"] == [str(file) for file in files]
     assert all(file.is_file() for file in files)

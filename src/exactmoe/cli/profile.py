@@ -1,15 +1,21 @@
 """`exactmoe profile PATH`: how long each step of each layer takes, over the width of a call."""
 
 import pathlib
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
 from exactmoe.cli import options
 from exactmoe.cli.output import console, open_checkpoint, print_json, status
 from exactmoe.cli.verify import PROMPT
 from exactmoe.errors import ConfigError
-from exactmoe.report.profile_model import ModelProfile, profile_model
+from exactmoe.proof import fingerprint
+from exactmoe.proof.replay import Block, recording
+from exactmoe.report.profile_model import ModelProfile, Running, profile_model
 from exactmoe.report.profile_page import write
 from exactmoe.report.profile_tables import by_width, lost_line, summed, tables
 
@@ -50,7 +56,7 @@ def command(
         say(f"loading {path}")
         model = load_model(str(folder), **settings, progress=False)
         found = profile_model(
-            path, blocks(model), lambda part: run_prompt(model, part), ids, asked, calls, say
+            _running(path, model, blocks(model), run_prompt), ids, asked, calls, say
         )
     files = []
     if trace is not None:
@@ -62,6 +68,25 @@ def command(
         print_json({**found.to_dict(), "files": files})
     else:
         _show(found, files)
+
+
+def _running(
+    path: str, model: Any, blocks: Sequence[Block], run: Callable[[Any, Tensor], Any]
+) -> Running:
+    @contextmanager
+    def record() -> Iterator[Sequence[Callable[[], Any]]]:
+        again: list[Callable[[], Any]] = []
+        with recording(blocks) as recorded:
+            yield again
+        again += [partial(call.entry, call.batch) for call in recorded]
+
+    return Running(
+        name=path,
+        machine=fingerprint(blocks[0][2].device),
+        layers={index: layer for index, _, layer in blocks},
+        forward=partial(run, model),
+        recording=record,
+    )
 
 
 def _show(found: ModelProfile, files: list[str]) -> None:

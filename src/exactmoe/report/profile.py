@@ -18,7 +18,6 @@ from torch import nn
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
-from exactmoe.proof.machine import fingerprint
 from exactmoe.runtime.spans import CAPACITY, NAMES, LayerSpans, Recorder, Span
 
 Layer = MoELayer | DenseMLP
@@ -150,8 +149,7 @@ class Profile:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: machine, layers (backend, class), eager rows, graphs."""
-        device = next(iter(self.layers.values())).device
+        """Plain values, for JSON: layers (backend, class), eager rows, graphs."""
         layers = [
             {
                 "layer": index,
@@ -162,7 +160,6 @@ class Profile:
             for index, layer in self.layers.items()
         ]
         return {
-            "machine": fingerprint(device),
             "layers": layers,
             "eager": [row.to_dict() for row in self.rows()],
             "graphs": [row.to_dict() for row in self.graphs()],

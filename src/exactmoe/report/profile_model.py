@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from exactmoe.errors import ConfigError
-from exactmoe.proof.replay import Block, Recorded, recording
-from exactmoe.report.profile import Profile, profile
+from exactmoe.report.profile import Layer, Profile, profile
 from exactmoe.runtime.workspace import release_captures
 
 REPLAYS = 30
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -23,25 +24,46 @@ class ModelProfile:
 
     Attributes:
         name: of the model.
+        machine: its fingerprint.
         profiled: spans of its MLP layers.
         model_us: width -> microseconds of a forward call of the whole model, median: attention and
             norms included, without a cache.
     """
 
     name: str
+    machine: Mapping[str, Any]
     profiled: Profile
     model_us: dict[int, float]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         whole = {str(width): us for width, us in self.model_us.items()}
-        return {"path": self.name, **self.profiled.to_dict(), "model_us": whole}
+        found = self.profiled.to_dict()
+        return {"path": self.name, "machine": dict(self.machine), **found, "model_us": whole}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A model that can be run.
+
+    Attributes:
+        name: of the model.
+        machine: fingerprint of where it runs.
+        layers: index -> its MLP layers.
+        forward: runs token ids int64 [1, T] through the model.
+        recording: a context manager that gives a list, to which a call of each layer that runs
+            meanwhile is added, as something that runs the same call of the layer again.
+    """
+
+    name: str
+    machine: Mapping[str, Any]
+    layers: Mapping[int, Layer]
+    forward: Callable[[Tensor], Any]
+    recording: Callable[[], AbstractContextManager[Sequence[Call]]]
 
 
 def profile_model(
-    name: str,
-    blocks: Sequence[Block],
-    forward: Callable[[Tensor], Any],
+    model: Running,
     ids: Tensor,
     widths: Sequence[int],
     calls: int,
@@ -50,9 +72,7 @@ def profile_model(
     """Run windows of a text through a model, and read how long each step of its layers takes.
 
     Args:
-        name: of the model.
-        blocks: as `exactmoe.hf.blocks(model)` gives them.
-        forward: runs token ids int64 [1, T] through the model.
+        model: what runs.
         ids: int64 [1, N] of a text; windows start anew at its end.
         widths: tokens a call.
         calls: for each width; one more runs before, for what compiles at first.
@@ -66,28 +86,27 @@ def profile_model(
             f"widths are {tuple(widths)} and calls {calls}, the text has {ids.shape[1]} tokens; "
             "allowed: from 1, and widths up to the length of the text"
         )
-    layers = {index: layer for index, _, layer in blocks}
-    device = next(iter(layers.values())).device
-    captured: list[list[Recorded]] = []
+    device = next(iter(model.layers.values())).device
+    passes: list[Sequence[Call]] = []
     for width in widths:
         say(f"{width} tokens a call: a first call, for what compiles")
-        with recording(blocks) as recorded:
-            forward(ids[:, :width])
-        captured.append(recorded)
+        with model.recording() as recorded:
+            model.forward(ids[:, :width])
+        passes.append(recorded)
     model_us = {}
-    with profile(layers) as profiled:
+    with profile(model.layers) as profiled:
         for width in widths:
             say(f"{width} tokens a call: {calls} calls")
             times = []
             for window in _windows(ids, width, calls):
                 start = _now(device)
-                forward(window)
+                model.forward(window)
                 times.append(1e6 * (_now(device) - start))
             model_us[width] = statistics.median(times)
         if device.type == "cuda":
             say("captured graphs")
-            _replay(profiled, captured, device)
-    return ModelProfile(name, profiled, model_us)
+            _replay(profiled, passes, device)
+    return ModelProfile(model.name, model.machine, profiled, model_us)
 
 
 def _windows(ids: Tensor, width: int, calls: int) -> Iterator[Tensor]:
@@ -104,7 +123,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _replay(profiled: Profile, passes: Sequence[list[Recorded]], device: torch.device) -> None:
+def _replay(profiled: Profile, passes: Sequence[Sequence[Call]], device: torch.device) -> None:
     """One graph of all layers for each width, over what entered them, replayed and sampled."""
     graphs = []
     with torch.cuda.device(device), torch.no_grad():
@@ -113,7 +132,7 @@ def _replay(profiled: Profile, passes: Sequence[list[Recorded]], device: torch.d
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 for call in calls:
-                    call.entry(call.batch)
+                    call()
             graphs.append(graph)
         for _ in range(REPLAYS):
             for graph in graphs:

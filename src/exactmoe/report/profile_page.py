@@ -61,7 +61,6 @@ def sections(
     images: dict[str, bytes],
 ) -> list[Section]:
     """The page: what was run, the pictures, what the spans are, tables, graphs, machine."""
-    content = found.profiled.to_dict()
     names = [*columns(rows), "rest"]
     return [
         Section("What was run", text=_told(found, rows)),
@@ -87,7 +86,7 @@ def sections(
         Section(
             "Machine",
             head=("", ""),
-            rows=[(name, str(value)) for name, value in content["machine"].items()],
+            rows=[(name, str(value)) for name, value in found.machine.items()],
         ),
     ]
 

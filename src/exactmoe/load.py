@@ -1,24 +1,23 @@
 """load_layer: one MLP block of a checkpoint as a layer that runs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from exactmoe.bank import ExpertBank, SplitBank
 from exactmoe.checkpoint import (
     Checkpoint,
     DenseWeights,
     MoEWeights,
     Progress,
     Quantization,
+    Share,
     read_layer,
+    shares_of,
 )
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
-from exactmoe.formats import PackedWeight
 from exactmoe.layer import MoELayer
 from exactmoe.parallel.placement import devices_of, partition_of
 
@@ -34,7 +33,7 @@ def load_layer(
     progress: Progress | None = None,
     quantize: str | Quantization | None = None,
 ) -> MoELayer | DenseMLP:
-    """Loads one layer of a checkpoint; only its tensors are read.
+    """Loads one layer of a checkpoint; only its tensors are read, each by the card that owns it.
 
     Args:
         path: folder with config.json and safetensors files.
@@ -45,7 +44,7 @@ def load_layer(
         numerics: None: the family's class (glm5_next a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
         backend: "auto", or a name of plan.BACKENDS. On one device all give the same bits.
-        progress: called with the bytes of every read, on the thread that reads.
+        progress: called with the bytes of every read, from one thread at a time.
         quantize: "nvfp4", "mxfp4" or a Quantization with its rule: BF16 routed experts are
             quantised one by one while they are read. None: every weight as it is stored.
 
@@ -55,32 +54,36 @@ def load_layer(
     Raises:
         CheckpointError: something is missing, malformed or unexpected; names file and tensor.
         ConfigError: config.json or an argument holds a value that is not allowed.
-        Unsupported: well formed, but nothing here can run it.
+        Unsupported: well formed, but nothing here can run it; or a card has no room for it, which
+            says how much is asked for and free.
     """
     placement = cards if isinstance(cards, Placement) else Placement(cards=cards)
-    device = devices_of(placement)[0]
+    devices = devices_of(placement)
     if not isinstance(layer, int) or isinstance(layer, bool):
         raise ConfigError(f"layer is {layer!r}; allowed: an integer, the index of a layer")
     quantization = None if quantize is None else Quantization.of(quantize)
     checkpoint = Checkpoint(path, numerics)
-    weights = read_layer(checkpoint, layer, progress, quantization)
-    output = checkpoint.family.numerics.output
+    shares = _shares(checkpoint, layer, placement, devices)
+    weights = read_layer(checkpoint, layer, progress, quantization, shares)
     if isinstance(weights, DenseWeights):
-        return _dense(weights, limits, backend, output, device)
+        return _dense(weights, limits, backend, checkpoint.family.numerics.output)
     return _moe(weights, placement, limits, backend)
 
 
-def _dense(
-    weights: DenseWeights,
-    limits: Limits | None,
-    backend: str,
-    output: str,
-    device: torch.device,
-) -> DenseMLP:
+def _shares(
+    checkpoint: Checkpoint, layer: int, placement: Placement, devices: Sequence[torch.device]
+) -> tuple[Share, ...]:
+    moe = checkpoint.family.layer(layer).moe
+    if moe is None or len(devices) == 1:
+        return (Share(devices[0]),)
+    return shares_of(partition_of(placement, moe.num_experts), devices)
+
+
+def _dense(weights: DenseWeights, limits: Limits | None, backend: str, output: str) -> DenseMLP:
     return DenseMLP(
-        _moved(weights.gate, device),
-        _moved(weights.up, device),
-        _moved(weights.down, device),
+        weights.gate,
+        weights.up,
+        weights.down,
         swiglu_limit=weights.swiglu_limit,
         limits=limits,
         backend=backend,
@@ -88,29 +91,16 @@ def _dense(
     )
 
 
-def _moved(weight: PackedWeight, device: torch.device) -> PackedWeight:
-    scales, global_scale = (
-        None if part is None else part.to(device) for part in (weight.scales, weight.global_scale)
-    )
-    codes = weight.codes.to(device)
-    return replace(weight, codes=codes, scales=scales, global_scale=global_scale)
-
-
 def _moe(
     weights: MoEWeights, placement: Placement, limits: Limits | None, backend: str
 ) -> MoELayer:
-    devices, shared = devices_of(placement), None
+    shared = None
     if weights.shared is not None:
-        shared = _dense(weights.shared, limits, backend, "bf16", devices[0])
-    bank: ExpertBank | SplitBank
-    if len(devices) == 1:
-        bank = weights.bank.to(devices[0])
-    else:
-        bank = weights.bank.split(partition_of(placement, weights.bank.num_experts), devices)
+        shared = _dense(weights.shared, limits, backend, "bf16")
     return MoELayer(
         weights.config,
-        bank,
-        router=weights.router.to(devices[0]),
+        weights.bank,
+        router=weights.router,
         shared=shared,
         placement=placement,
         limits=limits,

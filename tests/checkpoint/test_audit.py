@@ -70,11 +70,10 @@ def test_clean_checkpoints(
     report = audit(checkpoint)
     report.require_clean()
     _require_partition(report, tensors)
-    # Tensors consumed = tensors read by loading every layer.
+    # Bytes consumed = bytes read by loading every layer.
     read: list[int] = []
     for layer in range(checkpoint.family.num_layers):
         read_layer(checkpoint, layer, read.append)
-    assert len(read) == len(report.consumed)
     assert sum(read) == sum(entry.info.nbytes for entry in report.consumed)
 
 

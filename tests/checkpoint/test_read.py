@@ -281,7 +281,6 @@ def test_progress_counts_the_bytes_of_the_layer(tmp_path: Path, rng: torch.Gener
     read: list[int] = []
     read_moe(checkpoint, 1, read.append)
     inside = checkpoint.names_under("layers.1.ffn.")
-    assert len(read) == len(inside)
     assert sum(read) == sum(checkpoint.tensors[name].nbytes for name in inside)
 
 

@@ -3,7 +3,15 @@
 from exactmoe.checkpoint.audit import LoadReport, audit
 from exactmoe.checkpoint.header import TensorInfo
 from exactmoe.checkpoint.index import Checkpoint
-from exactmoe.checkpoint.load import DenseWeights, MoEWeights, read_dense, read_layer, read_moe
+from exactmoe.checkpoint.load import (
+    DenseWeights,
+    MoEWeights,
+    Share,
+    read_dense,
+    read_layer,
+    read_moe,
+    shares_of,
+)
 from exactmoe.checkpoint.plan import LayerPlan, WeightPlan
 from exactmoe.checkpoint.planner import plan_layer
 from exactmoe.checkpoint.quantize import Quantization
@@ -18,6 +26,7 @@ __all__ = [
     "Progress",
     "Quantization",
     "Reader",
+    "Share",
     "TensorInfo",
     "WeightPlan",
     "audit",
@@ -25,4 +34,5 @@ __all__ = [
     "read_dense",
     "read_layer",
     "read_moe",
+    "shares_of",
 ]

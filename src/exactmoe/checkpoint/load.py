@@ -1,10 +1,11 @@
 """The weights of one MLP block, read from a checkpoint: only the tensors that the block needs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from exactmoe.bank import ExpertBank, Router
+from exactmoe.bank import ExpertBank, Partition, Router, SplitBank
 from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.plan import LayerPlan
 from exactmoe.checkpoint.planner import plan_layer
@@ -32,12 +33,37 @@ class DenseWeights:
 
 @dataclass(frozen=True)
 class MoEWeights:
-    """A MoE block: routed experts, router, shared expert (None: the model has none)."""
+    """A MoE block: routed experts, router, shared expert (None: the model has none).
+
+    The bank holds all experts, on one card or split over several; or those of one share.
+    """
 
     config: MoEConfig
-    bank: ExpertBank
+    bank: ExpertBank | SplitBank
     router: Router
     shared: DenseWeights | None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a card takes of a layer's routed experts.
+
+    Attributes:
+        device: of the card.
+        experts: ids, ascending; None: all.
+    """
+
+    device: torch.device
+    experts: tuple[int, ...] | None = None
+
+
+HOST = Share(torch.device("cpu"))
+
+
+def shares_of(partition: Partition, devices: Sequence[torch.device]) -> tuple[Share, ...]:
+    """The share of each card."""
+    partition.require(partition.num_experts, len(devices))
+    return tuple(map(Share, devices, partition.experts))
 
 
 def read_layer(
@@ -45,14 +71,17 @@ def read_layer(
     layer: int,
     progress: Progress | None = None,
     quantization: Quantization | None = None,
+    shares: Sequence[Share] = (HOST,),
 ) -> MoEWeights | DenseWeights:
-    """Reads one layer, whatever its kind.
+    """Reads one layer, whatever its kind: from the files to the memory of its cards.
 
     Args:
         checkpoint: the folder, opened.
         layer: index of the layer; those after the last one are multi-token prediction layers.
-        progress: called with the bytes of every read, on the thread that reads.
+        progress: called with the bytes of every read, from one thread at a time.
         quantization: how BF16 routed experts are quantised; None: as they are stored.
+        shares: of the cards; everything but routed experts goes to the first. Experts that are in
+            no share are not read: one share of some experts gives a bank of those alone.
 
     Raises:
         CheckpointError: a tensor of the block is missing, malformed or unexpected, or a value in it
@@ -64,14 +93,15 @@ def read_layer(
     plan.require_complete()
     if quantization is not None:
         require_bf16_experts(plan, quantization)
+    device = shares[0].device
     with Reader(checkpoint, progress) as reader:
         if plan.spec.moe is None:
-            return _dense(reader, plan)
+            return _dense(reader, plan, device)
         return MoEWeights(
             config=plan.spec.moe,
-            bank=_bank(reader, plan, quantization),
-            router=_router(reader, plan),
-            shared=_dense(reader, plan),
+            bank=_banks(reader, plan, quantization, shares),
+            router=_router(reader, plan).to(device),
+            shared=_dense(reader, plan, device),
         )
 
 
@@ -99,16 +129,37 @@ def _require_kind(checkpoint: Checkpoint, layer: int, kind: str) -> None:
         raise ConfigError(f"layer {layer} is {found}; asked for: {kind}")
 
 
-def _bank(reader: Reader, plan: LayerPlan, quantization: Quantization | None) -> ExpertBank:
+def _banks(
+    reader: Reader,
+    plan: LayerPlan,
+    quantization: Quantization | None,
+    shares: Sequence[Share],
+) -> ExpertBank | SplitBank:
+    if len(shares) == 1:
+        return _bank(reader, plan, quantization, shares[0])
+    num_experts = len(plan.experts["gate"].sources)
+    partition = Partition.of_lists([share.experts or () for share in shares], num_experts)
+    return SplitBank([_bank(reader, plan, quantization, share) for share in shares], partition)
+
+
+def _bank(
+    reader: Reader, plan: LayerPlan, quantization: Quantization | None, share: Share
+) -> ExpertBank:
     if quantization is None:
-        weights = {name: reader.weight(w) for name, w in plan.experts.items()}
+        # All are begun before the first is looked at: values are checked while others are read.
+        begun = {n: reader.begin(w, share.experts, share.device) for n, w in plan.experts.items()}
+        weights = {name: pending.finish() for name, pending in begun.items()}
     else:
-        weights = {n: read_quantized(reader, w, quantization) for n, w in plan.experts.items()}
+        weights = {
+            name: read_quantized(reader, weight, quantization, share.experts, share.device)
+            for name, weight in plan.experts.items()
+        }
     return ExpertBank(weights["gate"], weights["up"], weights["down"])
 
 
-def _dense(reader: Reader, plan: LayerPlan) -> DenseWeights:
-    weights = {name: reader.weight(weight) for name, weight in plan.dense.items()}
+def _dense(reader: Reader, plan: LayerPlan, device: torch.device) -> DenseWeights:
+    begun = {name: reader.begin(weight, None, device) for name, weight in plan.dense.items()}
+    weights = {name: pending.finish() for name, pending in begun.items()}
     return DenseWeights(**weights, swiglu_limit=plan.spec.swiglu_limit)
 
 

@@ -1,17 +1,19 @@
 """Quantising BF16 experts while they are read: the originals are never resident together."""
 
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 
 import torch
+from torch import Tensor
 
 from exactmoe.checkpoint.plan import LayerPlan, WeightPlan
 from exactmoe.checkpoint.reader import Reader
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.formats import BLOCK, PackedWeight, quantize
 from exactmoe.formats.quantize import MXFP4_RULES, NVFP4_RULES
+from exactmoe.runtime.free_memory import allocate
 
 _RULES = {"nvfp4": NVFP4_RULES, "mxfp4": MXFP4_RULES}
 # Each worker holds one original and its float32 copies; torch also splits each expert by itself.
@@ -56,8 +58,16 @@ def require_bf16_experts(plan: LayerPlan, quantization: Quantization) -> None:
             raise ConfigError(f"{asked} stores {name} as {weight.dialect.name}; allowed: None")
 
 
-def read_quantized(reader: Reader, plan: WeightPlan, quantization: Quantization) -> PackedWeight:
-    """All experts of a BF16 projection, quantised one by one on several threads.
+def read_quantized(
+    reader: Reader,
+    plan: WeightPlan,
+    quantization: Quantization,
+    experts: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> PackedWeight:
+    """Experts of a BF16 projection (None: all), quantised one by one on several threads.
+
+    The packed weight is on `device`; None: the host.
 
     The bytes are those of quantising all experts at once: each expert stands alone. At most
     MAX_WORKERS originals are in memory at any time.
@@ -66,19 +76,24 @@ def read_quantized(reader: Reader, plan: WeightPlan, quantization: Quantization)
         CheckpointError: a value that is not finite; names file, tensor, expert, row and column.
         Unsupported: K is not a multiple of the format's block.
     """
-    format, experts = quantization.format, len(plan.sources)
+    experts = range(len(plan.sources)) if experts is None else experts
+    device = device or torch.device("cpu")
+    format, count = quantization.format, len(experts)
     rows, columns = plan.rows, plan.columns
-    codes = torch.empty((experts, rows, columns // 2), dtype=torch.uint8)
-    scales = torch.empty((experts, rows, columns // BLOCK[format]), dtype=torch.uint8)
-    global_scale = torch.empty(experts) if format == "nvfp4" else None
-    reading = Lock()
 
-    def quantize_one(expert: int) -> None:
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return allocate((count, *shape), dtype, device, f"{plan.what} as {format}")
+
+    codes = empty(torch.uint8, rows, columns // 2)
+    scales = empty(torch.uint8, rows, columns // BLOCK[format])
+    global_scale = empty(torch.float32) if format == "nvfp4" else None
+
+    def quantize_one(place: int) -> None:
+        expert = experts[place]
         source = plan.sources[expert]
         stored = source.parts[source.dialect.parts[0]]
         original = torch.empty((1, rows, columns), dtype=torch.bfloat16)
-        with reading:
-            reader.copy(stored, original[0])
+        reader.copy(stored, original[0])
         try:
             packed = quantize(original, format, quantization.rule)
         except ConfigError as error:
@@ -86,13 +101,16 @@ def read_quantized(reader: Reader, plan: WeightPlan, quantization: Quantization)
             raise CheckpointError(f"{stored}: {message}") from error
         except Unsupported as error:
             raise Unsupported(f"{stored}: {error}") from error
-        codes[expert] = packed.codes[0]
+        codes[place] = packed.codes[0]
         if packed.scales is not None:
-            scales[expert] = packed.scales[0]
+            scales[place] = packed.scales[0]
         if global_scale is not None and packed.global_scale is not None:
-            global_scale[expert] = packed.global_scale[0]
+            global_scale[place] = packed.global_scale[0]
 
-    with ThreadPoolExecutor(min(MAX_WORKERS, torch.get_num_threads(), experts)) as workers:
-        for _ in workers.map(quantize_one, range(experts)):
+    workers = ThreadPoolExecutor(min(MAX_WORKERS, torch.get_num_threads(), count))
+    try:
+        for _ in workers.map(quantize_one, range(count)):
             pass
+    finally:
+        workers.shutdown(cancel_futures=True)
     return PackedWeight(format, codes, scales, global_scale)

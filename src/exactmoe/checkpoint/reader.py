@@ -1,44 +1,125 @@
-"""Reading values: tensors are copied out of the mapped files into memory of their own."""
+"""Reading values: several threads fill memory that is there already, each byte once.
+
+What is read is named by a plan, so a card that owns some experts reads the bytes of those only.
+"""
 
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import sched_getaffinity
+from threading import Condition, Lock
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exactmoe.checkpoint.dialects import Part
+from exactmoe.checkpoint.files import DTYPES, Files, place
 from exactmoe.checkpoint.header import TensorInfo
 from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.plan import Source, Stored, WeightPlan
+from exactmoe.checkpoint.transfer import PIECE_BYTES, Lanes, writable_after
 from exactmoe.checkpoint.values import converted
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.formats import PackedWeight
+from exactmoe.runtime.free_memory import allocate
 
-DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
-# Mapped pages count as ours until a file is closed: after so many bytes the files are opened anew.
-MAPPED_BYTES = 2**28
+# A disk wants several requests at a time; above this many nothing was gained.
+_LEAST_READERS, _MOST_READERS = 4, 16
 
 Progress = Callable[[int], None]
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Some bytes of a tensor, and the memory that they fill."""
+
+    info: TensorInfo
+    start: int
+    target: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel()
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """What is taken of a tensor that is stored in another dtype than it is kept in."""
+
+    stored: Stored
+    out: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.out.numel() * DTYPES[self.stored.info.dtype].itemsize
+
+
+_Job = _Piece | _Converted
+
+
+class Pending:
+    """A projection that is being read."""
+
+    def __init__(
+        self,
+        plan: WeightPlan,
+        experts: Sequence[int],
+        fields: Mapping[str, Tensor],
+        reading: Callable[[], None],
+    ) -> None:
+        self._plan, self._experts, self._fields, self._reading = plan, experts, fields, reading
+
+    def finish(self) -> PackedWeight:
+        """Waits for the last byte.
+
+        Raises:
+            CheckpointError: a byte that the contract refuses; the message names file, tensor,
+                expert, row and block.
+            Unsupported: values that are legal but cannot be run, named alike.
+        """
+        self._reading()
+        dialect = self._plan.dialect
+        fields: dict[str, Any] = dict(self._fields)
+        try:
+            return PackedWeight(dialect.format, **fields, global_scale_op=dialect.global_scale_op)
+        except ConfigError as error:
+            message = self._global_ids(str(error))
+            raise CheckpointError(f"{place_of(self._plan, message)}: {message}") from error
+        except Unsupported as error:
+            message = self._global_ids(str(error))
+            raise Unsupported(f"{place_of(self._plan, message)}: {message}") from error
+
+    def _global_ids(self, message: str) -> str:
+        """A card counts its own experts; the files have the layer's."""
+        return re.sub(
+            r"\bexpert (\d+)", lambda found: f"expert {self._experts[int(found[1])]}", message
+        )
+
+
 class Reader:
-    """Opens the files of a checkpoint as they are needed, and closes them together.
+    """Opens the files of a checkpoint as they are needed, and closes them together. Nothing reads
+    any more when it is closed, whatever ended it.
 
     Args:
         checkpoint: what to read from.
-        progress: called with the bytes of every read.
+        progress: called with the bytes of every read, from one thread at a time.
+        threads: readers; None: one a core, from 4 to 16.
     """
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-        self._checkpoint = checkpoint
+    def __init__(
+        self, checkpoint: Checkpoint, progress: Progress | None = None, threads: int | None = None
+    ) -> None:
+        self._files = Files(checkpoint.path)
         self._progress = progress
-        self._files: dict[str, safe_open] = {}
-        self._stack = ExitStack()
-        self._mapped_bytes = 0
+        if threads is None:
+            threads = min(max(len(sched_getaffinity(0)), _LEAST_READERS), _MOST_READERS)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="exactmoe-reader")
+        self._lanes = Lanes()
+        self._lock, self._state = Lock(), Condition()
+        self._running, self._stopped = 0, False
 
     def __enter__(self) -> Self:
         return self
@@ -49,67 +130,160 @@ class Reader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._close()
+        with self._state:
+            self._stopped = True
+        self._pool.shutdown(cancel_futures=True)
+        with self._state:
+            # An interrupt while a thread starts hides it from the pool, which then does not wait.
+            self._state.wait_for(lambda: self._running == 0)
+        self._lanes.close()
+        self._files.__exit__(kind, error, traceback)
 
     def copy(self, stored: Stored, out: Tensor) -> None:
-        """Copies what an expert takes of a tensor into `out`, of as many values, exactly."""
-        if self._mapped_bytes >= MAPPED_BYTES:
-            self._close()
-        values = self._mapped(stored.info)[stored.index]
-        self._mapped_bytes += values.nbytes
-        try:
-            out.copy_(converted(values, out.dtype).reshape(out.shape))
-        except CheckpointError as error:
-            raise CheckpointError(f"{stored}: {error}") from error
-        if self._progress is not None:
-            self._progress(values.nbytes)
+        """Copies what an expert takes of a tensor into `out`, of as many values, exactly; on the
+        calling thread.
+        """
+        ready = writable_after(out.device)
+        for job in _jobs(stored, out):
+            self._run([job], ready)
+        self._lanes.drain()
 
-    def tensor(self, info: TensorInfo) -> Tensor:
-        """One tensor of dtype BF16, F32 or I64, in memory of its own."""
-        out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        self.copy(Stored(info), out)
+    def fill(self, pairs: Sequence[tuple[Stored, Tensor]]) -> Callable[[], None]:
+        """Begins to copy what is taken of tensors into memory, exactly; all of one device, each
+        contiguous. What is returned waits for the end.
+        """
+        if not pairs:
+            return lambda: None
+        ready = writable_after(pairs[0][1].device)
+        futures = [self._pool.submit(self._run, jobs, ready) for jobs in _batches(pairs)]
+
+        def wait() -> None:
+            for future in futures:
+                future.result()
+            self._lanes.drain()
+
+        return wait
+
+    def tensor(self, info: TensorInfo, device: torch.device | None = None) -> Tensor:
+        """One tensor in memory of its own, in the dtype of the file."""
+        device = device or torch.device("cpu")
+        out = allocate(info.shape, DTYPES[info.dtype], device, info.name)
+        self.fill([(Stored(info), out)])()
         return out
 
-    def weight(self, plan: WeightPlan) -> PackedWeight:
-        """All experts of a projection, stacked.
+    def begin(
+        self,
+        plan: WeightPlan,
+        experts: Sequence[int] | None = None,
+        device: torch.device | None = None,
+        fields: Mapping[str, Tensor] | None = None,
+    ) -> Pending:
+        """Begins to read a projection.
+
+        Args:
+            plan: of all experts of the layer.
+            experts: those that are read, ascending; None: all.
+            device: of the memory; None: the host.
+            fields: memory for the fields of PackedWeight, [experts, ...]; None: new memory.
 
         Raises:
-            CheckpointError: a byte that the contract refuses; the message names file, tensor,
-                expert, row and block.
-            Unsupported: values that are legal but cannot be run, named alike.
+            Unsupported: the memory could not be allocated; says which card, and how much.
         """
-        experts = len(plan.sources)
-        fields: dict[str, Tensor] = {}
-        for part in plan.dialect.parts:
-            shape = (experts, *part.shape(plan.rows, plan.columns))
-            stacked = fields[part.field] = torch.empty(shape, dtype=part.stored)
-            for source, out in zip(plan.sources, stacked, strict=True):
-                self.copy(source.parts[part], out)
-        dialect = plan.dialect
+        experts = range(len(plan.sources)) if experts is None else experts
+        device = device or torch.device("cpu")
+        parts = plan.dialect.parts
+        if fields is None:
+            fields = {part.field: _empty(plan, part, len(experts), device) for part in parts}
+        pairs = [
+            (plan.sources[expert].parts[part], fields[part.field][local])
+            for part in parts
+            for local, expert in enumerate(experts)
+        ]
+        return Pending(plan, experts, fields, self.fill(pairs))
+
+    def weight(
+        self,
+        plan: WeightPlan,
+        experts: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> PackedWeight:
+        """A projection of all experts, or of some, stacked; raises as `begin` and `finish`."""
+        return self.begin(plan, experts, device).finish()
+
+    def _run(self, jobs: Sequence[_Job], ready: Any) -> None:
+        with self._state:
+            if self._stopped:
+                return
+            self._running += 1
         try:
-            return PackedWeight(dialect.format, **fields, global_scale_op=dialect.global_scale_op)
-        except ConfigError as error:
-            raise CheckpointError(f"{_place(plan, str(error))}: {error}") from error
-        except Unsupported as error:
-            raise Unsupported(f"{_place(plan, str(error))}: {error}") from error
+            self._do(jobs, ready)
+        finally:
+            with self._state:
+                self._running -= 1
+                self._state.notify_all()
 
-    def _mapped(self, info: TensorInfo) -> Tensor:
-        path = self._checkpoint.path / info.file
+    def _do(self, jobs: Sequence[_Job], ready: Any) -> None:
+        for job in jobs:
+            if self._stopped:
+                return
+            if isinstance(job, _Converted):
+                if ready is not None:
+                    torch.cuda.current_stream(job.out.device).wait_event(ready)
+                self._convert(job)
+            else:
+                info, start = job.info, job.start
+
+                def read(into: memoryview, info: TensorInfo = info, start: int = start) -> None:
+                    self._files.read(info, start, into)
+
+                self._lanes.send(read, job.target, ready)
+        if self._progress is not None:
+            with self._lock:
+                self._progress(sum(job.nbytes for job in jobs))
+
+    def _convert(self, job: _Converted) -> None:
+        values = self._files.tensor(job.stored)
         try:
-            if info.file not in self._files:
-                opened = safe_open(path, framework="pt")
-                self._files[info.file] = self._stack.enter_context(opened)
-            return self._files[info.file].get_tensor(info.name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {info.name} cannot be read: {error}") from error
-
-    def _close(self) -> None:
-        self._files.clear()
-        self._stack.close()
-        self._mapped_bytes = 0
+            job.out.copy_(converted(values, job.out.dtype).reshape(job.out.shape))
+        except CheckpointError as error:
+            raise CheckpointError(f"{job.stored}: {error}") from error
 
 
-def _place(plan: WeightPlan, message: str) -> Stored:
+def _empty(plan: WeightPlan, part: Part, experts: int, device: torch.device) -> Tensor:
+    shape = (experts, *part.shape(plan.rows, plan.columns))
+    what = f"{part.field} of {plan.what}, {plan.sources[0].base} and {experts - 1} more"
+    return allocate(shape, part.stored, device, what)
+
+
+def _jobs(stored: Stored, out: Tensor) -> Iterator[_Job]:
+    start, part = place(stored)
+    one_byte = part.element_size() == out.element_size() == 1
+    if part.dtype != out.dtype and not one_byte:
+        yield _Converted(stored, out)
+        return
+    assert part.numel() == out.numel()
+    target = out.view(-1).view(torch.uint8)
+    for begin in range(0, target.numel(), PIECE_BYTES):
+        piece = target[begin : begin + PIECE_BYTES]
+        yield _Piece(stored.info, start + begin, piece)
+
+
+def _batches(pairs: Sequence[tuple[Stored, Tensor]]) -> Iterator[list[_Job]]:
+    """Jobs of about PIECE_BYTES together: a task for each small tensor would cost more than it."""
+    batch: list[_Job] = []
+    nbytes = 0
+    for stored, out in pairs:
+        for job in _jobs(stored, out):
+            if batch and nbytes + job.nbytes > PIECE_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(job)
+            nbytes += job.nbytes
+    if batch:
+        yield batch
+
+
+def place_of(plan: WeightPlan, message: str) -> Stored:
     """File and tensor that a refusal of PackedWeight is about; its message names the expert."""
     expert = re.search(r"\bexpert (\d+)", message)
     source: Source = plan.sources[int(expert[1]) if expert else 0]

@@ -14,7 +14,7 @@ from exactmoe.errors import ConfigError
 from exactmoe.formats import BLOCK
 from exactmoe.report.model_bytes import ModelBytes, of_checkpoint, of_config
 from exactmoe.report.plan import ARENAS, Floor, ModelPlan, Setting, floors, plan_model
-from exactmoe.report.sizes import gb, gib, parse_all_bytes, parse_bytes, parse_rates
+from exactmoe.runtime.sizes import gb, gib, parse_all_bytes, parse_bytes, parse_rates
 
 DOES_NOT_FIT = 2
 

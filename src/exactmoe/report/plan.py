@@ -19,8 +19,8 @@ from exactmoe.layer import block_regions
 from exactmoe.ops import DEVICE, PACKED, Storage
 from exactmoe.parallel.cards import OWNER, Cards
 from exactmoe.report.model_bytes import ModelBytes
-from exactmoe.report.sizes import gib
 from exactmoe.routed import expert_regions
+from exactmoe.runtime.sizes import gib
 from exactmoe.runtime.workspace import Region, total_bytes
 
 # A process that replays graphs has one arena for calls and one for what it captured.

@@ -1,74 +1,30 @@
-"""Reading and writing tensors by their place in a file: nothing is mapped, threads need no lock."""
+"""Weights out of the files of an input, and shards that are written in any order by any thread."""
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from exactmoe.checkpoint.dialects import Dialect
-from exactmoe.checkpoint.header import BITS, TensorInfo
-from exactmoe.checkpoint.plan import Source, Stored
+from exactmoe.checkpoint.files import Files
+from exactmoe.checkpoint.header import BITS
+from exactmoe.checkpoint.plan import Source
 from exactmoe.checkpoint.values import converted
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.formats import PackedWeight
 
-DTYPES = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}
-_CHUNK = 2**24
 PARTIAL = ".partial"
 
 
-class RawFiles:
-    """Reads from the files of a folder with pread; safe to share between threads."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._descriptors: dict[str, int] = {}
-        self._lock = Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def tensor(self, stored: Stored) -> Tensor:
-        """What is taken of a tensor, in its stored dtype and in memory of its own."""
-        info = stored.info
-        whole = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
-        part = whole[stored.index]
-        assert part.is_contiguous()
-        raw = torch.empty(part.numel() * part.element_size(), dtype=torch.uint8)
-        start = info.offset + int(part.storage_offset()) * part.element_size()
-        self._read(info, start, memoryview(cast(Any, raw.numpy())))
-        return raw.view(part.dtype).reshape(part.shape)
-
-    def chunks(self, info: TensorInfo) -> Iterator[bytearray]:
-        """The bytes of a tensor, at most 16 MiB at a time."""
-        for begin in range(0, info.nbytes, _CHUNK):
-            chunk = bytearray(min(_CHUNK, info.nbytes - begin))
-            self._read(info, info.offset + begin, memoryview(chunk))
-            yield chunk
+class RawFiles(Files):
+    """The files of an input, with the weights in them."""
 
     def weight(self, source: Source, rows: int, columns: int) -> PackedWeight:
         """One projection of one expert, E = 1.
@@ -91,29 +47,6 @@ class RawFiles:
             raise CheckpointError(f"{place}: {error}") from error
         except Unsupported as error:
             raise Unsupported(f"{place}: {error}") from error
-
-    def _read(self, info: TensorInfo, start: int, into: memoryview) -> None:
-        try:
-            descriptor = self._descriptor(info.file)
-            done = 0
-            while done < len(into):
-                count = os.preadv(descriptor, [into[done:]], start + done)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{self._folder / info.file}: it ended inside {info.name}; it was longer "
-                        "when its header was read"
-                    )
-                done += count
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._folder / info.file}: {info.name} cannot be read: {error}"
-            ) from error
-
-    def _descriptor(self, file: str) -> int:
-        with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(self._folder / file, os.O_RDONLY)
-            return self._descriptors[file]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ LEVELS = {
     "linear": 6,
     "routed": 6,
     "ranked": 6,
+    "ranked_dense": 6,
     "layer": 6,
     "load": 6,
     "hf": 7,

@@ -1,6 +1,8 @@
 """Spans: which steps a call has, in which order and on which card; off, nothing is held."""
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from card_layers import on_cards
 from exactmoe import Limits
 from exactmoe.bank import Partition
 from exactmoe.errors import ConfigError
+from exactmoe.runtime import spans as spans_of_runtime
 from exactmoe.runtime.spans import NO_SPAN, LayerSpans, Recorder, span
 from layers import assert_same_bits, layer_of, random_bank, random_call
 from small_layers import small_dense, small_layer
@@ -90,12 +93,12 @@ def test_cards(rng, returns):
     outer = [(s.name, s.card) for s in spans if not s.inner and s.name != "call"]
     assert outer == [
         ("dispatch", 0),
-        ("sort", 0),
         ("sort", 1),
-        ("gate_up", 0),
         ("gate_up", 1),
-        ("down", 0),
+        ("sort", 0),
+        ("gate_up", 0),
         ("down", 1),
+        ("down", 0),
         ("return", 0),
         ("combine", 0),
     ]
@@ -153,6 +156,93 @@ def test_threads_do_not_mix(rng):
             "shared", "router", "sort", "gate_up", "down", "combine", "call",
         ]  # fmt: skip
         assert len({s.layer for s in found}) == 1
+
+
+class FalseCard:
+    """Stands for torch.cuda: a clock that counts events, two streams, and whether it captures."""
+
+    def __init__(self, monkeypatch):
+        self.clock, self.stream, self.capturing = 0, 0xA, False
+        self.ranges = []
+        card = self
+
+        class Event:
+            def __init__(self, enable_timing=False, external=False):
+                assert enable_timing and external == card.capturing
+                self.at = None
+
+            def record(self, stream=None):
+                card.clock += 1
+                self.at = None if card.capturing else card.clock
+
+            def synchronize(self):
+                assert not card.capturing
+
+            def elapsed_time(self, other):
+                if self.at is None or other.at is None:
+                    raise RuntimeError("not recorded")
+                return float(other.at - self.at)
+
+        def stream():
+            return SimpleNamespace(cuda_stream=self.stream, device_index=0)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", stream)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_push", self.ranges.append)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: self.ranges.append("end"))
+        monkeypatch.setattr(spans_of_runtime, "capturing", lambda device: self.capturing)
+
+
+def test_events_of_a_card_are_milliseconds_from_its_zero(monkeypatch):
+    card, device = FalseCard(monkeypatch), torch.device("cuda", 0)
+    recorder = Recorder({device})
+    with LayerSpans(recorder, 2, False).call(8, device) as call:
+        card.stream = 0xB
+        with span(call, "shared"):
+            pass
+        card.stream = 0xA
+        with span(call, "router"):
+            pass
+    shared, router, whole = recorder.spans()
+    # Events: zero 1, call 2, shared 3 and 4, router 5 and 6, call 7.
+    zero = recorder._zero[0][1]
+    assert [(s.start - zero, s.seconds) for s in (shared, router, whole)] == [
+        (pytest.approx(0.002), pytest.approx(0.001)),
+        (pytest.approx(0.004), pytest.approx(0.001)),
+        (pytest.approx(0.001), pytest.approx(0.005)),
+    ]
+    assert [s.lane for s in (shared, router, whole)] == ["0xb", "0xa", "0xa"]
+    assert whole.queueing > 0 and whole.queueing != whole.seconds
+    assert card.ranges == [
+        "exactmoe call, layer 2", "exactmoe shared, layer 2", "end",
+        "exactmoe router, layer 2", "end", "end",
+    ]  # fmt: skip
+
+
+def test_in_a_capture_only_the_whole_is_timed(monkeypatch):
+    card, device = FalseCard(monkeypatch), torch.device("cuda", 0)
+    recorder = Recorder({device})
+    layers = [LayerSpans(recorder, index, False) for index in (1, 2)]
+
+    def one_pass(width):
+        for layer in layers:
+            with layer.call(width, device) as call:
+                assert call is None
+
+    card.capturing = True
+    one_pass(1)
+    one_pass(8)  # another width: another pass
+    one_pass(8)  # the layers begin anew
+    assert [(c.graph, c.layer, c.width) for c in recorder.captured()] == [
+        (0, 1, 1), (0, 2, 1), (1, 1, 8), (1, 2, 8), (2, 1, 8), (2, 2, 8),
+    ]  # fmt: skip
+    assert {c.seconds for c in recorder.captured()} == {None}  # no replay yet
+    for place, event in enumerate(spans_of_runtime._captured_events[-12:]):
+        event.at = place
+    assert {c.seconds for c in recorder.captured()} == {0.001}
+    assert recorder.spans() == []
 
 
 def test_off_is_a_shared_object():

@@ -101,7 +101,7 @@ class Recorder:
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
                 event.synchronize()
-            self._zero[event.device.index] = (event, time.perf_counter() - self._began)
+            self._zero[device.index] = (event, self.now())
 
     def now(self) -> float:
         """Seconds since the recording began."""
@@ -153,7 +153,7 @@ class Recorder:
         call, queued, ended = raw.call, raw.queued, raw.ended
         start, seconds = queued, ended - queued
         if raw.first is not None and raw.last is not None:
-            zero, at = self._zero[raw.first.device.index]
+            zero, at = self._zero[raw.device]
             start = at + zero.elapsed_time(raw.first) / 1e3
             seconds = raw.first.elapsed_time(raw.last) / 1e3
         where = (raw.card, raw.lane)
@@ -184,6 +184,7 @@ class _Raw:
     name: str
     card: int
     inner: bool = False
+    device: int = -1
     lane: str = ""
     queued: float = 0.0
     ended: float = 0.0
@@ -253,7 +254,7 @@ class SpanTimer:
         if call.on_gpu:
             torch.cuda.nvtx.range_push(f"exactmoe {raw.name}, layer {call.layer}")
             stream = torch.cuda.current_stream()
-            raw.lane = f"{stream.cuda_stream:#x}"
+            raw.device, raw.lane = stream.device_index, f"{stream.cuda_stream:#x}"
             raw.first = torch.cuda.Event(enable_timing=True)
             raw.first.record(stream)
 

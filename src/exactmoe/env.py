@@ -7,7 +7,7 @@ that cannot be parsed raises ConfigError.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ class Switch:
     default: Any
     allowed: str
     meaning: str
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A value that no table, log or error message shows."""
+
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return "set, not shown"
 
 
 def _positive_int(text: str) -> int:
@@ -106,6 +116,14 @@ SWITCHES: dict[str, Switch] = {
             default=None,
             allowed="a folder",
             meaning="Where compiled CUDA kernels are kept; by default ~/.cache/exactmoe.",
+        ),
+        Switch(
+            name="EXACTMOE_API_KEY",
+            parse=Secret,
+            default=None,
+            allowed="a text",
+            meaning="Key that requests to `exactmoe serve` must bear; by default none is asked "
+            "for.",
         ),
         Switch(
             name="TRITON_INTERPRET",

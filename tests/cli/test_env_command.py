@@ -40,3 +40,14 @@ def test_a_value_that_is_not_allowed(run, monkeypatch):
     result = run("env")
     assert result.exit_code == 2
     assert "EXACTMOE_UNION='maybe'; allowed: on, off" in result.stderr
+
+
+def test_a_secret_is_not_shown(run, monkeypatch):
+    monkeypatch.setenv("EXACTMOE_API_KEY", "sk-word")
+    assert env.read("EXACTMOE_API_KEY").text == "sk-word"
+    assert "sk-word" not in repr(env.changed())
+    for flags in ((), ("--json",)):
+        result = run("env", *flags)
+        assert result.exit_code == 0
+        assert "sk-word" not in result.output
+        assert "set, not shown" in result.output

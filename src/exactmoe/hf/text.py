@@ -5,12 +5,13 @@ prompt that runs in chunks (the caches of both families take that; they refuse a
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer
 from transformers.utils import logging
@@ -93,15 +94,34 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
         ConfigError: no token comes out, or `chat` without a chat template.
     """
     if chat:
-        if not getattr(tokenizer, "chat_template", None):
+        if not has_chat_template(tokenizer):
             raise ConfigError("the tokenizer has no chat template; leave --chat out")
-        turns = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    else:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        return chat_ids(tokenizer, [{"role": "user", "content": prompt}])
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
     if ids.numel() == 0:
         raise ConfigError(f"prompt {prompt!r} has no token; allowed: at least one")
+    return ids.long()
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a chat can be written as the text that the model was trained on."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Tensor:
+    """Token ids int64 [1, T] of a chat, each message with a role and a content, and of the start of
+    the answer.
+
+    Raises:
+        ConfigError: the chat template refuses the messages, or gives no token.
+    """
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ConfigError(f"the chat template refuses the messages: {error}") from error
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    if ids.numel() == 0:
+        raise ConfigError(f"the chat template gives no token for {len(messages)} messages")
     return ids.long()
 
 
@@ -124,24 +144,13 @@ def generate(
     Raises:
         ConfigError: a count below 1, or more tokens than the model has positions for.
     """
-    _check_counts(model, ids.shape[1], max_new_tokens, chunk)
-    end = _end_ids(model, tokenizer)
+    settings = greedy_settings(model, tokenizer, ids, max_new_tokens, chunk)
+    end = end_ids(model, tokenizer)
     arrivals = _Arrivals(time.perf_counter())
     streamer = _Streamer(tokenizer, on_text, arrivals)
-    settings = {} if chunk is None else {"prefill_chunk_size": chunk}
     interrupted = False
     try:
-        model.generate(
-            ids.to(model.device),
-            attention_mask=torch.ones_like(ids).to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=end or None,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
-            streamer=streamer,
-            **settings,
-        )
+        model.generate(streamer=streamer, **settings)
     except KeyboardInterrupt:
         interrupted = True
         streamer.end()
@@ -155,6 +164,28 @@ def generate(
         seconds=finish - arrivals.start,
         stop=_stop(interrupted, bool(new) and new[-1] in end),
     )
+
+
+def greedy_settings(
+    model: Any, tokenizer: Any, ids: Tensor, max_new_tokens: int, chunk: int | None = None
+) -> dict[str, Any]:
+    """Arguments of the model's `generate` that take the likeliest token of each step.
+
+    Raises:
+        ConfigError: a count below 1, or more tokens than the model has positions for.
+    """
+    _check_counts(model, ids.shape[1], max_new_tokens, chunk)
+    return {
+        "inputs": ids.to(model.device),
+        "attention_mask": torch.ones_like(ids).to(model.device),
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "eos_token_id": end_ids(model, tokenizer) or None,
+        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+        **({} if chunk is None else {"prefill_chunk_size": chunk}),
+    }
 
 
 def same_text(
@@ -184,12 +215,17 @@ def run_prompt(model: Any, ids: Tensor) -> Tensor:
 
 def check_positions(model: Any, prompt_tokens: int, new_tokens: int = 0) -> None:
     """ConfigError for more tokens than the model's max_position_embeddings."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(model)
     if positions is not None and prompt_tokens + new_tokens > positions:
         asked = f" and {new_tokens} new ones are asked for" if new_tokens else ""
         raise ConfigError(
             f"the prompt has {prompt_tokens} tokens{asked}; the model has {positions} positions"
         )
+
+
+def num_positions(model: Any) -> int | None:
+    """Tokens that the model has positions for; None: its config doesn't say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _stop(interrupted: bool, at_end: bool) -> str:
@@ -205,7 +241,7 @@ def _check_counts(model: Any, prompt_tokens: int, new_tokens: int, chunk: int | 
     check_positions(model, prompt_tokens, new_tokens)
 
 
-def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end a text: of the generation config, else of the tokenizer."""
     configured = model.generation_config.eos_token_id
     if configured is None:

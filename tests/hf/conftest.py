@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exactmoe.formats import quantize
+from native_checkpoints import fp8_parts
 
 FAMILIES = ("glm5_next", "deepseek_v4")
 FORMATS = {"glm5_next": "nvfp4", "deepseek_v4": "mxfp4"}
@@ -200,6 +201,13 @@ def family(request):
 def checkpoint(family, sources, tmp_path_factory) -> Path:
     """Folder of a packed checkpoint."""
     return write_checkpoint(family, sources[family], tmp_path_factory.mktemp(f"{family}_packed"))
+
+
+@pytest.fixture(scope="session")
+def native(family, sources, tmp_path_factory) -> Path:
+    """Folder of a packed checkpoint whose attention and shared experts are FP8, as published."""
+    folder = tmp_path_factory.mktemp(f"{family}_native")
+    return write_checkpoint(family, sources[family], folder, change=fp8_parts(family))
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ model, and so does `quantization_config=ExactMoEConfig("nvfp4")`, which packs it
 
 from exactmoe.hf.experts import register
 from exactmoe.hf.explanation import explain
+from exactmoe.hf.linears import linears
 from exactmoe.hf.load import load_model
 from exactmoe.hf.on_the_fly import ExactMoEConfig
 from exactmoe.hf.whole_block import blocks, to_canonical
 
 register()
 
-__all__ = ["ExactMoEConfig", "blocks", "explain", "load_model", "to_canonical"]
+__all__ = ["ExactMoEConfig", "blocks", "explain", "linears", "load_model", "to_canonical"]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.activations import ACT2FN
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -277,6 +278,11 @@ def _targets(conversion: object) -> list[str]:
     return converter_names(conversion)[1]
 
 
+def conversions_of(model: Any) -> list[Any]:
+    """transformers' own conversions of a model's checkpoints, before any quantizer adds some."""
+    return get_model_conversion_mapping(model, None, None)  # type: ignore[no-any-return]
+
+
 def destinations(model: Any, conversions: list[Any]) -> Callable[[str], tuple[Any, ...]]:
     """Where a load puts a tensor, as a function of its name: equal for two names of one tensor.
 
@@ -308,6 +314,7 @@ __all__ = [
     "QuantizationConfigMixin",
     "LazyConverter",
     "auto_class",
+    "conversions_of",
     "converter_names",
     "converter_of",
     "copy_converter",

@@ -6,6 +6,8 @@ transformers merges `experts.*.gate_proj.weight` and `experts.*.up_proj.weight` 
 divisors, to `gate_up_proj_global_scale` [E, 2]: gate and up keep their own.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -99,3 +101,20 @@ def scale_converters(conversions: list[Any]) -> list[Any]:
         ):
             added.append(converter_of([source], target, [Single()]))
     return added
+
+
+def linear_converters(suffixes: Mapping[str, str]) -> list[Any]:
+    """Converters for the scales of linear modules: name of the module in the model -> last part of
+    the scales' names, once transformers renamed the module. They go first.
+    """
+    pairs = {
+        (_in_layer(module) + suffix, _in_layer(module) + f".weight{SCALE}")
+        for module, suffix in suffixes.items()
+    }
+    renamed = sorted(pair for pair in pairs if pair[0] != pair[1])
+    return [converter_of([source], target, [Single()]) for source, target in renamed]
+
+
+def _in_layer(module: str) -> str:
+    """A module's name without its decoder layer: all layers share a converter."""
+    return re.sub(r"^.*\blayers\.\d+\.", "", module)

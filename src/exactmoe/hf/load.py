@@ -1,16 +1,18 @@
 """load_model: a transformers model whose experts stay packed and whose MLP blocks run here."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exactmoe.checkpoint import Checkpoint, LoadReport, audit, plan_layer
+from exactmoe.checkpoint import Checkpoint, LoadReport, TensorInfo, WeightPlan, audit, plan_layer
+from exactmoe.checkpoint.linears import fp8_linears
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.hf import adapter, whole_block
 from exactmoe.hf.forms import stored_forms
 from exactmoe.hf.hub import checkpoint_folder
+from exactmoe.hf.linears import attach_linears
 from exactmoe.hf.quantizer import PackedConfig
 from exactmoe.hf.saving import Origin
 from exactmoe.parallel.placement import devices_of
@@ -58,19 +60,23 @@ def load_model(
     report = audit(checkpoint)
     report.require_clean()
     _require_bf16(checkpoint)
-    _require_plain(report)
+    linears = fp8_linears(_left_to_transformers(report))
+    _require_plain(report, linears)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
-    packed = PackedConfig(stored_forms(checkpoint, plans), _ignored(report))
+    suffixes = {base: _scales_suffix(plan) for base, plan in linears.items()}
+    packed = PackedConfig(stored_forms(checkpoint, plans), _ignored(report), suffixes)
     with adapter.progress_bars(progress):
         model, info = adapter.from_pretrained(
             str(folder), adapter.read_config(str(folder)), packed, str(devices[0])
         )
     _require_complete(folder, info, model.hf_quantizer.wrong_shapes(model))
-    model.hf_quantizer.origin = Origin(checkpoint, tuple(plans), _unread(report))
+    modules = {name: linears[base] for name, base in model.hf_quantizer.linears.items()}
+    model.hf_quantizer.origin = Origin(checkpoint, tuple(plans), _unread(report), modules)
     adapter.publish_quantization_config(model, checkpoint.config)
     model.requires_grad_(False)
     options = whole_block.Options(limits, backend, num_cards=len(devices))
     whole_block.attach_all(model, [plan.spec for plan in plans], options)
+    attach_linears(model, modules, options)
     return model
 
 
@@ -86,12 +92,27 @@ def _require_bf16(checkpoint: Checkpoint) -> None:
             raise Unsupported(f"{config}: dtype is {dtype!r}; allowed: 'bfloat16'")
 
 
-def _require_plain(report: LoadReport) -> None:
-    """What transformers reads must be unquantised: it would take an FP8 code for the weight."""
-    for entry in report.ignored:
-        if entry.rule.name not in _READ_BY_NOBODY and entry.info.dtype not in _PLAIN:
+def _left_to_transformers(report: LoadReport) -> list[TensorInfo]:
+    ignored = report.ignored
+    return [entry.info for entry in ignored if entry.rule.name not in _READ_BY_NOBODY]
+
+
+def _require_plain(report: LoadReport, linears: Mapping[str, WeightPlan]) -> None:
+    """What transformers reads must be unquantised, or an FP8 linear layer that runs here: it would
+    take a code for the weight.
+    """
+    ours = {info.name for plan in linears.values() for info in plan.tensors}
+    for info in _left_to_transformers(report):
+        if info.name not in ours and info.dtype not in _PLAIN:
             allowed = ", ".join(sorted(_PLAIN))
-            raise Unsupported(f"{entry.info} is left to transformers; allowed there: {allowed}")
+            raise Unsupported(
+                f"{info} is left to transformers; allowed there: {allowed}, and linear layers in "
+                "FP8 with a scale for each 128 x 128 block"
+            )
+
+
+def _scales_suffix(plan: WeightPlan) -> str:
+    return next(part.suffix for part in plan.dialect.parts if part.field == "scales")
 
 
 def _unread(report: LoadReport) -> frozenset[str]:

@@ -15,13 +15,21 @@ from exactmoe.formats import BLOCK
 from exactmoe.hf.adapter import (
     HfQuantizer,
     QuantizationConfigMixin,
+    conversions_of,
     decoder_layers,
+    destinations,
     ignore_unexpected,
     register_quantization_config,
     register_quantizer,
     take_conversions,
 )
-from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE, scale_converters
+from exactmoe.hf.conversions import (
+    DIVISOR,
+    GLOBAL_SCALE,
+    SCALE,
+    linear_converters,
+    scale_converters,
+)
 from exactmoe.hf.saving import Origin
 
 NAME = "exactmoe_packed"
@@ -60,14 +68,21 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
             (codes too), "fp8" (128 x 128 blocks, of a linear layer), or "f32" (the weight of a
             router that is kept in float32).
         ignored: patterns of tensor names that nobody loads, by a named rule of the family.
+        linears: FP8 linear layers outside the MLP blocks: name in the checkpoint without its last
+            part ("layers.3.attn.wq_a") -> last part of the name of its scales (".scale").
     """
 
     def __init__(
-        self, stored: dict[str, str] | None = None, ignored: tuple[str, ...] = (), **_: Any
+        self,
+        stored: dict[str, str] | None = None,
+        ignored: tuple[str, ...] = (),
+        linears: dict[str, str] | None = None,
+        **_: Any,
     ) -> None:
         self.quant_method = NAME
         self.stored = dict(stored or {})
         self.ignored = tuple(ignored)
+        self.linears = dict(linears or {})
 
 
 @register_quantizer(NAME)
@@ -82,15 +97,34 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     # Set by load_model.
     origin: Origin | None = None
+    # Name of a linear module -> its name in PackedConfig.linears.
+    linears: dict[str, str]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         layers = decoder_layers(model)
         for name, stored in self.quantization_config.stored.items():
             module, _, parameter = name.rpartition(".")
             _declare(layers.get_submodule(module), parameter, stored)
+        self.linears = self._linear_modules(model)
+        for module in self.linears:
+            _declare(model.get_submodule(module), "weight", "fp8")
         ignore_unexpected(model, self.quantization_config.ignored)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
+
+    def _linear_modules(self, model: Any) -> dict[str, str]:
+        """Where transformers puts the FP8 linear layers; those without a place are left out, and
+        the load names them.
+        """
+        if not self.quantization_config.linears:
+            return {}
+        place_of, state = destinations(model, conversions_of(model)), model.state_dict()
+        found = {}
+        for base in self.quantization_config.linears:
+            name = str(place_of(f"{base}.weight")[0])
+            if name in state:
+                found[name.removesuffix(".weight")] = base
+        return found
 
     def wrong_shapes(self, model: Any) -> list[str]:
         """What the checkpoint holds in another shape than the model asked for, one line each."""
@@ -104,7 +138,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         self, weight_conversions: list[Any], model: Any = None
     ) -> list[Any]:
         # transformers 5.17 passes no model.
-        return scale_converters(weight_conversions) + weight_conversions
+        suffixes = self.quantization_config.linears
+        own = linear_converters({m: suffixes[base] for m, base in self.linears.items()})
+        return own + scale_converters(weight_conversions) + weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._conversions = take_conversions(model)

@@ -6,8 +6,8 @@ back to the place that the load plan says, as a view; the rest takes transformer
 given its published name and dtype; what nobody loads (MTP layers, input scales) is read again.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from exactmoe.formats import PackedWeight
 from exactmoe.formats.scales import decode_e8m0
 from exactmoe.hf import adapter
 from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
+from exactmoe.hf.storage import linear_weight
 from exactmoe.hf.whole_block import blocks, raw_state_dicts
 from exactmoe.ops import CANONICAL
 
@@ -48,11 +49,13 @@ class Origin:
         checkpoint: its headers.
         plans: of all layers, in order.
         unread: names of the tensors that nobody loads; saving copies them from the files.
+        linears: of the FP8 linear layers outside the MLP blocks, by the name of the module.
     """
 
     checkpoint: Checkpoint
     plans: tuple[LayerPlan, ...]
     unread: frozenset[str]
+    linears: Mapping[str, WeightPlan] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
         return self  # never changed
@@ -72,7 +75,7 @@ class Origin:
             state = model.state_dict()
         _require_in_memory(state)
         saved: dict[str, Tensor] = {}
-        prefixes = self._blocks(model, saved)
+        prefixes = (*self._blocks(model, saved), *self._linears(model, saved))
         rest = {name: t for name, t in state.items() if not name.startswith(prefixes)}
         self._rest(saved, adapter.revert(model, rest, conversions), model, conversions)
         unread = [self.checkpoint.tensors[name] for name in self.unread]
@@ -90,9 +93,20 @@ class Origin:
             dense = layer if isinstance(layer, DenseMLP) else layer.shared
             for projection, weight in plan.dense.items():
                 _add(saved, weight, dense.bank.packed(projection))  # type: ignore[union-attr]
-            for field, info in plan.router.items():
-                saved[info.name] = _in_dtype(getattr(layer.router, field), info.dtype)
+            for name, info in plan.router.items():
+                saved[info.name] = _in_dtype(getattr(layer.router, name), info.dtype)
         return tuple(f"{names[id(block)]}." for _, block, _ in found)
+
+    def _linears(self, model: Any, saved: dict[str, Tensor]) -> tuple[str, ...]:
+        """Adds the FP8 linear layers outside the blocks; returns their names' prefixes."""
+        for name, plan in self.linears.items():
+            weight = linear_weight(model.get_submodule(name))
+            if not isinstance(weight, PackedWeight):
+                raise CheckpointError(
+                    f"{name} became {weight.dtype}; allowed for saving: as it was loaded"
+                )
+            _add(saved, plan, weight)
+        return tuple(f"{name}." for name in self.linears)
 
     def _rest(
         self, saved: dict[str, Tensor], state: dict[str, Tensor], model: Any, conversions: list[Any]

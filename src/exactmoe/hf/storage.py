@@ -45,7 +45,7 @@ class LayerCache:
     @property
     def arranged(self) -> ExpertBank | None:
         """The bank whose bytes are in another than canonical order, if there is one."""
-        bank = None if self._layer is None else self._layer.bank
+        bank = getattr(self._layer, "bank", None)
         return None if bank is None or bank.layout == CANONICAL else bank
 
     def to_canonical(self) -> None:
@@ -54,7 +54,8 @@ class LayerCache:
             bank.arrange(CANONICAL)
 
     def _now(self, extra: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*extra, *(_place(holder[name]) for holder, name in self._slots))
+        slots = self._slots
+        return (*extra, *(_place(holder[name]) for holder, name in slots if name in holder))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module has memory of its own, so it builds its own layer.
@@ -71,6 +72,17 @@ def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     version = 0 if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, version)
+
+
+def move_bytes(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+    """What `module._apply(fn)` does, but no dtype changes (field fault A16)."""
+
+    def as_bytes(tensor: Tensor) -> Tensor:
+        # Integers are never cast, so what `fn` would do to the dtype does not reach the values.
+        flat = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        return fn(flat.view(torch.uint8)).view(tensor.dtype).reshape(tensor.shape)
+
+    return type(module)._apply(module, as_bytes, recurse)
 
 
 def refuse_gradients(module: nn.Module, *inputs: Tensor) -> None:
@@ -187,11 +199,13 @@ def dense_mlp(
 
     Each holds a bfloat16 weight, or a packed one.
     """
-    gate, up, down = (_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    names = ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (linear_weight(getattr(mlp, name)) for name in names)
     return DenseMLP(gate, up, down, swiglu_limit=swiglu_limit, limits=limits, backend=backend)
 
 
-def _linear(linear: nn.Module) -> Tensor | PackedWeight:
+def linear_weight(linear: nn.Module) -> Tensor | PackedWeight:
+    """The weight of a linear module, a view of its parameters: [N, K], or packed [1, N, K]."""
     weight, scales = _tensor(linear, "weight"), _scales(linear, "weight")
     if scales is None:
         return weight

@@ -114,13 +114,7 @@ class WholeBlock:
     def move(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Stands in `block._apply`: parameters may move, but no dtype changes (field fault A16)."""
         self.to_canonical()
-
-        def as_bytes(tensor: Tensor) -> Tensor:
-            # Integers are never cast, so what `fn` would do to the dtype does not reach the values.
-            flat = tensor.reshape(1) if tensor.ndim == 0 else tensor
-            return fn(flat.view(torch.uint8)).view(tensor.dtype).reshape(tensor.shape)
-
-        return type(self.block)._apply(self.block, as_bytes, recurse)
+        return storage.move_bytes(self.block, fn, recurse)
 
     def to_canonical(self) -> None:
         """Put the experts' parameters in the order of the checkpoint, until the next call."""

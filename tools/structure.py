@@ -35,6 +35,7 @@ LEVELS = {
     "parallel": 5,
     "block": 6,
     "dense": 6,
+    "fitting": 6,
     "linear": 6,
     "routed": 6,
     "ranked": 6,

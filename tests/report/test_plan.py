@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from exactmoe import Partition, Placement, load_layer
+from exactmoe.checkpoint.model_bytes import of_checkpoint, of_config, packed_bytes
 from exactmoe.errors import CheckpointError, ConfigError
+from exactmoe.fitting import Setting, _regions, plan_model, workspace_bytes
 from exactmoe.ops import DEVICE, PACKED
-from exactmoe.report.model_bytes import of_checkpoint, of_config, packed_bytes
-from exactmoe.report.plan import Setting, _regions, floors, plan_model, workspace_bytes
+from exactmoe.report.plan import floors
 from exactmoe.runtime.sizes import parse_bytes, parse_rates
 from exactmoe.runtime.workspace import total_bytes
 from published_configs import deepseek_v4_flash, glm_5_3_flash

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from exactmoe.checkpoint.model_bytes import ModelBytes, of_checkpoint, of_config
 from exactmoe.cli import options
 from exactmoe.cli.output import console, folder_of, print_json
 from exactmoe.config import checked_max_rows
 from exactmoe.errors import ConfigError
+from exactmoe.fitting import ARENAS, ModelPlan, Setting, plan_model
 from exactmoe.formats import BLOCK
-from exactmoe.report.model_bytes import ModelBytes, of_checkpoint, of_config
-from exactmoe.report.plan import ARENAS, Floor, ModelPlan, Setting, floors, plan_model
+from exactmoe.report.plan import Floor, floors
 from exactmoe.runtime.sizes import gb, gib, parse_all_bytes, parse_bytes, parse_rates
 
 DOES_NOT_FIT = 2

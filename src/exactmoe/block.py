@@ -31,12 +31,14 @@ class Space:
         path: of the backend that was chosen for this call.
         arrays: of the workspace, by name; as many rows as a piece may have.
         arena: that they lie in.
+        cards: of each of several cards, its own arrays.
         spans: what records the steps of this piece, if somebody profiles it.
     """
 
     path: Path
     arrays: dict[str, Tensor]
     arena: Arena
+    cards: "tuple[Space, ...]" = ()
     spans: CallSpans | None = None
 
     def rows(self, name: str, count: int) -> Tensor:
@@ -92,6 +94,15 @@ class Block(ExactModule):
         """The arrays of a piece of `rows` tokens, in the types of a path."""
         raise NotImplementedError
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices that a call works on, the block's own first."""
+        return (self.device,)
+
+    def regions_on(self, device: torch.device, rows: int, storage: Storage) -> list[Region]:
+        """Those of `regions` that lie on one of its devices."""
+        return self.regions(rows, storage)
+
     def plan(self) -> Plan:
         """The backend that a call takes now, and why."""
         raise NotImplementedError
@@ -103,8 +114,13 @@ class Block(ExactModule):
         Each stream that calls has an arena of this size, or of what another layer of the device
         needs if that is more; so have the graphs that are captured on one stream.
         """
+        return sum(self.workspace_bytes_on(device, max_rows) for device in self.devices)
+
+    def workspace_bytes_on(self, device: torch.device, max_rows: int | None = None) -> int:
+        """What of `workspace_bytes` is on one of the block's devices."""
         rows = max(self.max_rows if max_rows is None else max_rows, 1)
-        return max(total_bytes(self.regions(rows, s)) for s in _storages(self.device))
+        storages = _storages(self.device)
+        return max(total_bytes(self.regions_on(device, rows, s)) for s in storages)
 
     def reserve(self, max_rows: int) -> None:
         """Set the tokens a piece and make the device's workspace large enough. Waits for the calls
@@ -116,26 +132,39 @@ class Block(ExactModule):
                 workspace would grow while a captured graph may be alive. The layer is as it was.
         """
         limits = replace(self._limits, max_rows=checked_max_rows(max_rows))
-        nbytes = self.workspace_bytes(max_rows)
-        workspace.require_no_captures(self.device, nbytes)
+        for device in self.devices:
+            nbytes = self.workspace_bytes_on(device, max_rows)
+            workspace.require_no_captures(device, nbytes, self.device)
 
         def assign() -> None:
             self._limits = limits
 
-        self._reserve(nbytes, assign)
+        self._reserve(max_rows, assign)
 
-    def _reserve(self, nbytes: int, then: Callable[[], None] | None = None) -> None:
+    def _reserve(self, max_rows: int | None = None, then: Callable[[], None] | None = None) -> None:
         if capturing(self.device):
             raise Unsupported(
                 "a CUDA graph is being captured; allowed: to make, move or reserve layers before it"
             )
-        workspace.reserve(self.device, self, nbytes, then)
+        home, *others = self.devices
+        for device in others:
+            nbytes = self.workspace_bytes_on(device, max_rows)
+            workspace.reserve_beside(home, device, self, nbytes)
+        workspace.reserve(home, self, self.workspace_bytes_on(home, max_rows), then)
+
+    def reset(self) -> None:
+        """Let calls begin again after one on several cards has failed. Waits for all of them.
+
+        Raises:
+            Unsupported: a device cannot be waited for.
+        """
+        workspace.reset(self.device)
 
     def _ready(self) -> None:
         """Ends the making of a block: its workspace, and on a GPU its weights as its path reads
         them, so that the first call may be captured.
         """
-        self._reserve(self.workspace_bytes())
+        self._reserve()
         if self.device.type == "cuda":
             with current(self.device):
                 self._prepare(ops.path(self.plan().backend))
@@ -154,10 +183,7 @@ class Block(ExactModule):
 
             def pieces() -> None:
                 rows = self.max_rows  # once: all pieces have this size
-                arrays = held.views_for(
-                    self, (rows, path.storage), lambda: self.regions(rows, path.storage)
-                )
-                space = Space(path, arrays, held)
+                space = self._space(path, held, rows)
                 for start in range(0, num_tokens, rows):
                     piece = slice(start, min(start + rows, num_tokens))
                     if self.spans is None:
@@ -168,6 +194,13 @@ class Block(ExactModule):
 
             held.exclusively(pieces)
 
+    def _space(self, path: Path, held: Arena, rows: int) -> Space:
+        """What a call runs with, for pieces of up to `rows` tokens."""
+        arrays = held.views_for(
+            self, (rows, path.storage), lambda: self.regions(rows, path.storage)
+        )
+        return Space(path, arrays, held)
+
     def _own_memory(self) -> dict[str, Tensor]:
         """What a caller's `out` may not lie in: the weights and the workspace."""
         own = {f"the layer's {name}": buffer for name, buffer in self.named_buffers()}
@@ -175,12 +208,12 @@ class Block(ExactModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._reserve(self.workspace_bytes())
+        self._reserve()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reserve(self.workspace_bytes())
+        self._reserve()
 
 
 def _storages(device: torch.device) -> tuple[Storage, ...]:
@@ -194,6 +227,24 @@ def lever(name: str) -> Any:
     """The value of a switch that is there for comparison; said once when it is not the default."""
     value = env.read(name)
     if value != env.SWITCHES[name].default:
-        meaning = env.SWITCHES[name].meaning
-        notes.once(logging.WARNING, name, lambda: f"{name} is not at its default: {meaning}")
+        _warn(name, value)
     return value
+
+
+def say_first(space: Space, kind: int, count: int, text: Callable[[], str]) -> None:
+    """Log a line when a path first runs `count` rows of a kind of layer, and each switch that is not
+    at its default; layers of which the same is to say say it once.
+    """
+
+    def told() -> str:
+        for name, value in env.changed().items():
+            _warn(name, value)
+        return text()
+
+    notes.once(logging.INFO, (space.arena.device, space.path.name, kind, count), told)
+
+
+def _warn(name: str, value: Any) -> None:
+    meaning = env.SWITCHES[name].meaning
+    line = f"{name} is not at its default ({env.plain(value)}): {meaning}"
+    notes.once(logging.WARNING, (name, value), lambda: line)

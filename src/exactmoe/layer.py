@@ -18,12 +18,13 @@ from exactmoe.dense import DenseMLP, dense_regions
 from exactmoe.errors import BitMismatch, ConfigError, Unsupported
 from exactmoe.formats.units import PIECE
 from exactmoe.ops import Storage, compiled
-from exactmoe.parallel import Answer, place
-from exactmoe.plan import Explanation, Plan, choose, explain, tiles_of
-from exactmoe.routed import answered, card_regions, expert_regions
+from exactmoe.parallel import Answer, Vectors, place
+from exactmoe.parallel.cards import card_of
+from exactmoe.plan import Explanation, Plan, choose, explain
+from exactmoe.routed import answered, card_regions, card_space, expert_regions, expert_tiles
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_routes, check_token_ids, check_x, output
 from exactmoe.runtime.trace import RouteRing
-from exactmoe.runtime.workspace import Region
+from exactmoe.runtime.workspace import Arena, Region
 
 # Of the contract (section 4): the chains of a router logit.
 ROUTER_SEGMENTS = 16
@@ -68,6 +69,7 @@ class MoELayer(Block):
             with torch.inference_mode(False):  # else it could not be written outside of that mode
                 word = torch.zeros(1, dtype=torch.int64, device=bank.device)
             self.register_buffer(name, word, persistent=False)
+        self.kind = hash((config, self.bank.formats))
         self.route_ring: RouteRing | None = None  # records what tokens chose, while it is set
         self.plan()
         self._ready()
@@ -147,14 +149,29 @@ class MoELayer(Block):
             regions += card_regions(self.config, self.cards, card, rows, storage)
         return regions
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return (self.device,) if self.cards is None else tuple(dict.fromkeys(self.cards.devices))
+
+    def regions_on(self, device: torch.device, rows: int, storage: Storage) -> list[Region]:
+        regions = self.regions(rows, storage)
+        if self.cards is None:
+            return regions
+        return [region for region in regions if self.cards.devices[card_of(region)] == device]
+
+    def _space(self, path: ops.Path, held: Arena, rows: int) -> Space:
+        if self.cards is None:
+            return super()._space(path, held, rows)
+        return card_space(self, self.cards, path, held, rows)
+
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why; the matrix units that each expert may
         use; which card owns what, and what is sent.
         """
         rows = min(width, self.max_rows)
-        tiles = tiles_of(self.plan(), rows * self.config.top_k, self.config.num_experts)
+        tiles = expert_tiles(self, rows * self.config.top_k)
         if self.shared is not None:
-            tiles += tiles_of(self.plan(), rows)
+            tiles += self.shared.tiles(self.plan(), rows)
         found = explain(self.plan(), self.numerics, self.limits, width, self.bank.weights(), tiles)
         if self.cards is None:
             return found
@@ -178,6 +195,11 @@ class MoELayer(Block):
                 f"an expert id was >= num_experts = {self.config.num_experts}; "
                 "its slot was taken as absent"
             )
+
+    def reset(self) -> None:
+        super().reset()
+        if self.cards is not None:
+            self.lost.zero_()  # a call that failed counted only a part
 
     def forward(
         self, x: Tensor, token_ids: Tensor | None = None, out: Tensor | None = None
@@ -285,7 +307,7 @@ class MoELayer(Block):
         other where they can, and are combined into y.
         """
 
-        def experts() -> Answer:
+        def experts() -> Answer | Vectors:
             routed = route()
             if self.route_ring is not None:
                 self.route_ring.record(routed[0])
@@ -299,7 +321,7 @@ class MoELayer(Block):
         else:
             dense = shared.run(space, x)
             answer = experts()
-        space.path.combine(*answer, dense, y)
+        answer.into(space.path, dense, y)
 
     def _prepare(self, path: ops.Path) -> None:
         self.bank.prepared_for(path)

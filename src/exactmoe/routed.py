@@ -5,26 +5,26 @@ token, so that each reads its own experts; `EXACTMOE_HOST_LOOP=on` lets the host
 table and launch each expert by itself.
 """
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from exactmoe import env
 from exactmoe.bank import ExpertBank, SplitBank
-from exactmoe.block import Space, lever
+from exactmoe.block import Space, lever, say_first
 from exactmoe.config import MoEConfig, Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.units import PIECE
-from exactmoe.ops import Storage
-from exactmoe.parallel import Answer, Cards, Message, Program, Wire, exchange
+from exactmoe.ops import Path, Storage
+from exactmoe.parallel import Answer, Cards, Message, Program, Vectors, Wire, exchange
 from exactmoe.parallel.cards import OWNER, arrays_of, prefixed
-from exactmoe.plan import tiles_of
-from exactmoe.runtime import notes
+from exactmoe.plan import TileChoice, first_line, tiles_of
+from exactmoe.runtime import workspace
 from exactmoe.runtime.devices import capturing
 from exactmoe.runtime.routes import RouteTable
-from exactmoe.runtime.workspace import Region
+from exactmoe.runtime.workspace import Arena, Region
 
 if TYPE_CHECKING:
     from exactmoe.layer import MoELayer
@@ -63,7 +63,30 @@ def card_regions(
     return prefixed(card, [*own, *cards.regions(card, rows, config, storage)])
 
 
-def answered(layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, Tensor]) -> Answer:
+def card_space(layer: "MoELayer", cards: Cards, path: Path, held: Arena, rows: int) -> Space:
+    """What a call on several cards runs with, each card's arrays on its own device."""
+    assert isinstance(layer.bank, SplitBank)
+    _require_at_home(cards, layer.bank)
+    home, *others = layer.devices
+    arenas = {home: held, **{device: workspace.beside(held, device) for device in others}}
+
+    def make() -> Space:
+        arrays: dict[str, Tensor] = {}
+        for device, arena in arenas.items():
+            arrays |= arena.views(layer.regions_on(device, rows, path.storage))
+        own = tuple(
+            Space(path, arrays_of(card, arrays), arenas[device])
+            for card, device in enumerate(cards.devices)
+        )
+        return Space(path, arrays, held, own)
+
+    key = (rows, path.name, *(arena.generation for arena in arenas.values()))
+    return held.kept_for(layer, key, make)
+
+
+def answered(
+    layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, Tensor]
+) -> Answer | Vectors:
     """x [T, H] and routed (expert_ids, weights) [T, K] -> what the token's card combines."""
     if layer.cards is None:
         slots = routed_slots(layer, space, x, routed)
@@ -77,17 +100,17 @@ def answered(layer: "MoELayer", space: Space, x: Tensor, routed: tuple[Tensor, T
         message = message._replace(rows=rows)
     cards, bank = layer.cards, layer.bank
     assert isinstance(bank, SplitBank)
-    _require_at_home(cards, bank)
-    arrays = tuple(arrays_of(card, space.arrays) for card in range(cards.num_cards))
 
     def start(card: int, message: Message) -> Program:
-        own = Space(space.path, arrays[card], space.arena)
+        own = space.cards[card]
         if space.spans is not None:
             own = own.recorded(space.spans, card)
         fault = layer.fault if card == OWNER else own.arrays["fault"]
         return program(layer, bank[card], own, message, fault)
 
-    wire = Wire(space.path, arrays, layer.config, layer.lost, space.spans)
+    arrays = tuple(own.arrays for own in space.cards)
+    lanes = space.arena.lanes(cards.devices)
+    wire = Wire(space.path, arrays, lanes, layer.config, layer.lost, space.spans)
     return exchange(cards, wire, message, start)
 
 
@@ -184,13 +207,21 @@ def _launches(layer: "MoELayer", space: Space, table: RouteTable) -> list[RouteT
     ]
 
 
+def expert_tiles(layer: "MoELayer", num_slots: int) -> tuple[TileChoice, ...]:
+    """The tiles that run the routed experts of a piece of S slots, on each card."""
+    plan, counts = layer.plan(), (layer.bank.num_experts,)
+    if layer.cards is not None:
+        counts = layer.cards.partition.counts
+    if plan.backend in _GPU_BACKENDS and not env.read("EXACTMOE_UNION"):
+        num_slots = min(num_slots, layer.config.top_k)
+    return tiles_of(plan, layer.numerics, layer.bank.shapes, num_slots, counts)
+
+
 def _say_once(layer: "MoELayer", space: Space, num_slots: int) -> None:
     """One line a path and tile, when it first runs."""
-    device, name = layer.device, space.path.name
 
     def text() -> str:
-        tiles = tiles_of(layer.plan(), num_slots, layer.config.num_experts)
-        chosen = "; ".join(f"{choice.op}: {choice.tile}" for choice in tiles)
-        return f"backend {name} on {device} runs" + (f" with tiles {chosen}" if chosen else "")
+        tiles = expert_tiles(layer, num_slots)
+        return first_line(layer.plan(), layer.numerics, layer.bank.formats, tiles)
 
-    notes.once(logging.INFO, (device, name, num_slots), text)
+    say_first(space, layer.kind, num_slots, text)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 
 import pytest
@@ -12,11 +13,14 @@ from exactmoe import Limits, MoEConfig, MoELayer, Placement
 from exactmoe.bank import Partition
 from exactmoe.errors import BitMismatch, ConfigError, Unsupported
 from exactmoe.ops import DECODED, DEVICE
+from exactmoe.ops.cards import TorchCards
 from exactmoe.ops.cpu_path import CpuPath
-from exactmoe.parallel import Cards
+from exactmoe.parallel import Cards, dispatch
 from exactmoe.parallel import placement as placing
 from exactmoe.parallel.cards import Traffic
 from exactmoe.parallel.dispatch import copy_over
+from exactmoe.plan import architectures
+from exactmoe.runtime.lanes import HostLane
 from layers import assert_same_bits, layer_of, random_bank, random_call
 from small_layers import small_layer
 
@@ -67,7 +71,7 @@ def test_bytes_that_are_copied_are_those_of_the_closed_form(rng, monkeypatch):
     sent = []
 
     def counting(source, target, what):
-        if "card 0" not in what:  # the owner's own vector crosses nothing
+        if not what.startswith("count"):  # of served slots: one word a peer
             sent.append((what.split()[0], source.nbytes))
         return copy_over(source, target, what)
 
@@ -101,10 +105,10 @@ def test_workspace_is_a_closed_form_of_every_card():
     cards = on_cards(layer, Partition.even(4, 2), "slots", limits=Limits(max_rows=1))
     block = 512 + 64 + 64 + 64 + 64 + 64 + 512 + 64  # x, ids, token id, weights, logits, codes
     experts = 64 + 64 + 1024 + 1024 + 1024 + 64  # offsets, sorted, h, slots, codes and scales of h
-    ids = 64 + 64  # index, local ids
-    owner = ids + 64 + 64 + 64 + 64 + 1024  # served, card, present, from_peer, returned
-    peer = ids + 512 + 64 + 64 + 64 + 64  # codes and scales of x, ids, weights, fault
+    owner = 64 + 64 + 1024  # what it looks up, served, returned
+    peer = 64 + 512 + 64 + 64 + 64 + 64  # looked up, codes and scales of x, ids, weights, fault
     assert cards.workspace_bytes() == block + experts + owner + experts + peer
+    assert cards.workspace_bytes_on(CPU) == cards.workspace_bytes()
 
 
 def test_lost_slots_are_found_at_the_next_check(rng):
@@ -140,49 +144,89 @@ def test_twice_served_and_lost_slots_do_not_cancel_over_calls(rng):
         cards.check()
 
 
+STEPS = ["copy_over", "mark", "wait", "begin", "end", "put", "route_table", "gate_up", "down"]
+STEPS += ["look_up", "take_slots", "count_served"]
+
+
+def home_of(step: str) -> object:
+    if step == "copy_over":
+        return dispatch
+    if step in ("mark", "wait", "begin", "end", "put"):
+        return HostLane
+    return CpuPath if hasattr(CpuPath, step) else TorchCards
+
+
 @pytest.mark.parametrize("numerics", ["a16", "a8"])
 @pytest.mark.parametrize("returns", ["slots", "partials"])
-def test_an_error_at_any_step_leaves_the_next_call_right(rng, monkeypatch, numerics, returns):
+def test_an_error_at_any_step(rng, monkeypatch, numerics, returns):
+    """Copy, kernel or event: lanes are drained, calls are refused until a reset, then right."""
     layer = small_layer(rng, numerics=numerics)
     x = torch.randn(6, layer.config.hidden_size, generator=rng).bfloat16()
     expected = layer(x)
     cards = on_cards(layer, EVEN, returns)
-    steps: list = [("exactmoe.parallel.dispatch", "copy_over")]
-    names = [
-        "route_table",
-        "gate_up",
-        "down",
-        "combine",
-        *(["quantize"] if numerics == "a8" else []),
-    ]
-    steps += [(CpuPath, name) for name in names]
-    for place, name in steps:
-        target = f"{place}.{name}" if isinstance(place, str) else None
-        original = copy_over if target else getattr(place, name)
-        number = 0
+    drained = []
+    monkeypatch.setattr(HostLane, "drain", lambda lane: drained.append(lane))
+    for step in [*STEPS, *(["quantize"] if numerics == "a8" else [])]:
+        if step == "take_slots" and returns == "partials":
+            continue
+        home, number = home_of(step), 0
+        original = inspect.getattr_static(home, step)
+        function = getattr(original, "__func__", original)
         while True:
-            calls = []
+            calls: list = []
 
-            def failing(*args, calls=calls, number=number, original=original):
+            def failing(*args, calls=calls, number=number, function=function):
                 calls.append(args)
                 if len(calls) == number + 1:
                     raise RuntimeError("planted")
-                return original(*args)
+                return function(*args)
 
+            kind = staticmethod if isinstance(original, staticmethod) else lambda f: f
             with monkeypatch.context() as patch:
-                if target:
-                    patch.setattr(target, failing)
-                else:
-                    patch.setattr(place, name, staticmethod(failing))
+                patch.setattr(home, step, kind(failing))
+                drained.clear()
                 try:
                     cards(x)
                 except RuntimeError as error:
                     assert str(error) == "planted"
                 else:
                     break  # so many such steps there are not
+            if drained:
+                assert len(drained) == 2
+                with pytest.raises(Unsupported, match=r"failed \(RuntimeError: planted\); allowed"):
+                    cards(x)
+                cards.reset()
+            else:
+                assert step in ("quantize",), (
+                    step
+                )  # before the cards have work: nothing is under way
             number += 1
-            assert_same_bits(cards(x), expected, f"after {name} {number}")
-        assert number >= 1, name
+            assert_same_bits(cards(x), expected, f"after {step} {number}")
+        assert number >= 1, step
+
+
+def test_what_goes_wrong_while_lanes_are_drained_is_told(rng, monkeypatch):
+    layer = small_layer(rng)
+    cards = on_cards(layer, EVEN)
+    x = torch.zeros(1, 64).bfloat16()
+
+    def broken(lane):
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostLane, "drain", broken)
+        patch.setattr(HostLane, "mark", lambda lane: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as found:
+            cards(x)
+        assert found.value.__notes__ == [
+            f"draining card {card} on cpu failed: the device is lost" for card in (0, 1)
+        ]
+        with pytest.raises(Unsupported, match="the device is lost; .*allowed: a new process"):
+            cards.reset()
+    with pytest.raises(Unsupported, match=r"failed \(ZeroDivisionError: division by zero\)"):
+        cards(x)
+    cards.reset()
+    cards(x)
 
 
 def test_serial_is_one_card_after_the_other(rng, monkeypatch):
@@ -264,14 +308,15 @@ def test_placement(rng):
         MoELayer(wrong, split)
 
 
-def test_several_gpus_are_refused_by_name(rng, monkeypatch):
+def test_cards_that_do_not_go_together(rng, monkeypatch):
     monkeypatch.setattr(placing, "resolve", torch.device)
     layer = small_layer(rng)
-    for cards in (["cuda:0", "cuda:1"], ["cpu", "cuda:0"]):
-        with pytest.raises(
-            Unsupported, match="this version runs a layer on one GPU, or on several"
-        ):
-            MoELayer(layer.config, layer.bank, cards=cards)
+    with pytest.raises(Unsupported, match=r"\('cpu', 'cuda:0'\); allowed: all cpu, or all GPUs"):
+        MoELayer(layer.config, layer.bank, cards=["cpu", "cuda:0"])
+    names = {"cuda:0": "sm_90", "cuda:1": "sm_120"}
+    monkeypatch.setattr(architectures, "architecture_name", lambda device: names[str(device)])
+    with pytest.raises(ConfigError, match=r"cuda:0 \(sm_90\), cuda:1 \(sm_120\); allowed: one"):
+        MoELayer(layer.config, layer.bank, cards=["cuda:0", "cuda:1"])
 
 
 def test_a_layer_that_was_moved_is_refused(rng):

@@ -17,6 +17,7 @@ from exactmoe.bank.partition import Partition
 from exactmoe.errors import BitMismatch, ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Path
+from exactmoe.runtime.devices import current
 
 if TYPE_CHECKING:
     from exactmoe.plan import WeightShape
@@ -158,7 +159,8 @@ class SplitBank(ExactModule):
     def prepared_for(self, path: Path) -> None:
         """Prepare the experts of every card for a path (ExpertBank.prepared_for)."""
         for bank in self:
-            bank.prepared_for(path)
+            with current(bank.device):
+                bank.prepared_for(path)
 
     def extra_repr(self) -> str:
         return str(self.partition)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from exactmoe.config import Numerics
+from exactmoe.ops.cards import TorchCards
 from exactmoe.ops.cpu.combine import combine
 from exactmoe.ops.cpu.dense_linear import dense_linear
 from exactmoe.ops.cpu.dense_mlp import dense_gate_up, dense_mlp
@@ -31,6 +32,10 @@ class CpuPath:
     dense_gate_up = staticmethod(dense_gate_up)
     dense_linear = staticmethod(dense_linear)
     finish = staticmethod(finish)
+
+    @property
+    def cards(self) -> TorchCards:
+        return TorchCards(self.combine)
 
     def router(
         self,

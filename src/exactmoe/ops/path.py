@@ -9,6 +9,7 @@ from torch import Tensor
 from exactmoe.config import Numerics, RouterConfig
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
+from exactmoe.ops.cards import CardOps
 from exactmoe.runtime.routes import RouteTable
 
 CANONICAL, FRAGMENT = "canonical", "fragment"
@@ -94,6 +95,10 @@ class Path(Protocol):
 
     name: str
     storage: Storage
+
+    @property
+    def cards(self) -> CardOps:
+        """What several cards need beside it."""
 
     def prepare(self, weight: PackedWeight) -> Any:
         """What this path needs to read a packed weight; shares its memory.

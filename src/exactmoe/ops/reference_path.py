@@ -10,6 +10,7 @@ from exactmoe.config import Numerics
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.scales import decode_e4m3
+from exactmoe.ops.cards import TorchCards
 from exactmoe.ops.path import DECODED, RouterWeights
 from exactmoe.runtime.float_environment import default_float_environment
 from exactmoe.runtime.routes import RouteTable
@@ -24,6 +25,10 @@ class ReferencePath:
 
     name = "reference"
     storage = DECODED
+
+    @property
+    def cards(self) -> TorchCards:
+        return TorchCards(self.combine)
 
     def prepare(self, weight: PackedWeight) -> PackedWeight:
         return weight

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from exactmoe.ops.path import DEVICE
+from exactmoe.ops.triton.cards import TritonCards
 from exactmoe.ops.triton.combine import combine
 from exactmoe.ops.triton.dense_linear import dense_linear as run_dense_linear
 from exactmoe.ops.triton.dense_mlp import dense_gate_up as run_dense_gate_up
@@ -21,6 +22,7 @@ class TritonPath:
 
     name = "triton"
     storage = DEVICE
+    cards = TritonCards()
     prepare = staticmethod(prepare)
     quantize = staticmethod(quantize)
     router = staticmethod(router)

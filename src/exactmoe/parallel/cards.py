@@ -4,7 +4,7 @@ Tokens live on card 0, their owner; the others are its peers. Ids stay global on
 looks them up in a table of its own, so that an expert of another card is absent there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,25 +17,33 @@ from exactmoe.config import MoEConfig, Numerics
 from exactmoe.errors import ConfigError
 from exactmoe.formats.units import PIECE
 from exactmoe.ops import Storage
+from exactmoe.parallel.links import Link, link
+from exactmoe.runtime.lanes import OWNER as OWNER
 from exactmoe.runtime.workspace import Region
-
-OWNER = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What a card looks up, at place id + 1 of an id between -1 and E: int32 [E + 2] each.
+    """What a card looks up, at place id + 1 of an id between -1 and E.
 
     Attributes:
-        local: the id among its own experts; -1 for those of others. At the place of E, the owner's
-            has the number of its experts, which its route table finds out of range.
-        subtrees: for each vector that it sends back, the id itself where it belongs to it, else -1.
-        owners: the card that owns the expert, else -1.
+        rows: int32 [N, E + 2], all of them: `local`, one for each vector that the card gives a
+            token, and on the owner `owners`.
     """
 
-    local: Tensor
-    subtrees: tuple[Tensor, ...]
-    owners: Tensor
+    rows: Tensor
+
+    @property
+    def local(self) -> Tensor:
+        """The id among the card's own experts; -1 for those of others. At the place of E, the
+        owner's has the number of its experts, which its route table finds out of range.
+        """
+        return self.rows[0]
+
+    @property
+    def owners(self) -> Tensor:
+        """On the owner: the card that owns the expert, else -1."""
+        return self.rows[-1]
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,6 @@ class Cards:
 
     Attributes:
         tables: of each card, on its device.
-        first_groups: int32 [vectors], the first group of each vector, by card, on the owner.
 
     Raises:
         ConfigError: partials were asked for and two cards share a group of the combine.
@@ -91,7 +98,7 @@ class Cards:
         self.returns = returns
         # Made before any call, since a call that is captured may not make them.
         self.tables = tuple(self._tables(card) for card in range(self.num_cards))
-        self.first_groups = self._first_groups()
+        _ = self.links
 
     @property
     def num_cards(self) -> int:
@@ -108,57 +115,51 @@ class Cards:
         found = self.partition.subtrees if self.returns == "partials" else None
         return ((),) * self.num_cards if found is None else found
 
+    @cached_property
+    def vectors(self) -> tuple[tuple[int, int], ...]:
+        """(first group, card) of each vector of a token, ascending."""
+        found = [(first, card) for card, of in enumerate(self.subtrees) for first, _ in of]
+        return tuple(sorted(found))
+
     @property
-    def num_partials(self) -> int:
-        """Vectors a token, of all cards together."""
-        return sum(map(len, self.subtrees))
+    def links(self) -> tuple[tuple[Link, Link] | None, ...]:
+        """Of each card how bytes go to it from the owner and back; None on the owner's device.
+
+        Raises:
+            Unsupported: bytes do not arrive as they were sent.
+        """
+        home = self.devices[OWNER]
+        return tuple(None if d == home else (link(home, d), link(d, home)) for d in self.devices)
 
     def _tables(self, card: int) -> Tables:
         experts, device = self.partition.num_experts, self.devices[card]
         owned = self.partition.experts[card]
         local = dict(zip(owned, range(len(owned)), strict=True))
-        beyond = len(owned) if card == OWNER else -1
-
-        def table(values: Iterable[int], last: int = -1) -> Tensor:
-            with torch.inference_mode(False):
-                return torch.tensor([-1, *values, last], dtype=torch.int32, device=device)
-
         ids = range(experts)
-        return Tables(
-            table((local.get(e, -1) for e in ids), beyond),
-            tuple(
-                table(e if 0 <= group_of(e, experts) - first < groups else -1 for e in ids)
-                for first, groups in self.subtrees[card]
-            ),
-            table(self.partition.owners),
-        )
-
-    def _first_groups(self) -> Tensor:
-        firsts = [first for subtrees in self.subtrees for first, _ in subtrees]
-        with torch.inference_mode(False):
-            return torch.tensor(firsts, dtype=torch.int32, device=self.devices[OWNER])
+        rows = [[-1, *(local.get(e, -1) for e in ids), len(owned) if card == OWNER else -1]]
+        for first, groups in self.subtrees[card]:
+            own = (e if 0 <= group_of(e, experts) - first < groups else -1 for e in ids)
+            rows.append([-1, *own, -1])
+        if card == OWNER:
+            rows.append([-1, *self.partition.owners, -1])
+        with torch.inference_mode(False):  # else they could not be read outside of that mode
+            return Tables(torch.tensor(rows, dtype=torch.int32, device=device))
 
     def regions(self, card: int, rows: int, config: MoEConfig, storage: Storage) -> list[Region]:
         """What a card needs in the workspace beside its experts' own arrays."""
         slots, hidden, f32 = rows * config.top_k, config.hidden_size, torch.float32
-        i32, numerics = torch.int32, Numerics.of(config.numerics)
-        regions = [Region("index", (slots,), i32), Region("local_ids", (slots,), i32)]
-        if self.returns == "partials":
-            count = len(self.subtrees[card])
-            regions.append(Region("subtree_ids", (slots,), i32))
-            regions.append(Region("partials", (count, rows, hidden), f32))
+        tables = 1 + len(self.subtrees[card]) + (card == OWNER)
+        regions = [Region("found", (tables * slots,), torch.int32)]
         if card != OWNER:
+            if self.returns == "partials":
+                regions.append(Region("partials", (len(self.subtrees[card]), rows, hidden), f32))
             regions += self._message(rows, config, storage)
             return [*regions, Region("fault", (1,), torch.int64)]
-        regions.append(Region("served", (self.num_cards + 2,), torch.int64))
-        regions += [Region("card", (slots,), i32), Region("present", (slots,), torch.bool)]
+        regions.append(Region("served", (len(self.peers),), storage.index))
         if self.returns == "partials":
-            vectors = (rows, self.num_partials)
-            regions.append(Region("returned", (*vectors, hidden), f32))
-            return [*regions, Region("groups", vectors, i32), Region("ones", vectors, f32)]
-        slot = storage.slots if numerics.slot == "bf16" else f32
-        mine = Region("from_peer", (slots,), torch.bool)
-        return [*regions, mine, Region("returned", (slots, hidden), slot)]
+            return [*regions, Region("returned", (len(self.vectors), rows, hidden), f32)]
+        slot = storage.slots if Numerics.of(config.numerics).slot == "bf16" else f32
+        return [*regions, Region("returned", (slots, hidden), slot)]
 
     def _message(self, rows: int, config: MoEConfig, storage: Storage) -> list[Region]:
         """What a peer is sent: rows once, in the form that its gate_up reads, ids and weights."""
@@ -195,6 +196,7 @@ class Cards:
         for card, text in enumerate(self.partition.lines()):
             role = "owner of the tokens" if card == OWNER else "peer"
             lines.append(f"{text}, on {self.devices[card]}, {role}{self._vectors(card)}")
+        lines += [str(way) for pair in dict.fromkeys(self.links) if pair for way in pair]
         return lines
 
     def _vectors(self, card: int) -> str:
@@ -208,6 +210,12 @@ class Cards:
 def prefixed(card: int, regions: Sequence[Region]) -> list[Region]:
     """The regions under names of one card: cards of one device lie in one arena."""
     return [Region(f"card{card}.{r.name}", r.shape, r.dtype) for r in regions]
+
+
+def card_of(region: Region) -> int:
+    """The card whose name a region has; the owner where it has none."""
+    head, dot, _ = region.name.partition(".")
+    return int(head.removeprefix("card")) if dot and head.startswith("card") else OWNER
 
 
 def arrays_of(card: int, arrays: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from exactmoe.bank import ExpertBank, Partition, SplitBank
 from exactmoe.config import Placement
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.parallel.cards import Cards
+from exactmoe.plan.architectures import require_one_architecture
 from exactmoe.runtime.devices import resolve
 
 
@@ -36,7 +37,8 @@ def place(
     Raises:
         ConfigError: placement and cards were both given, the bank is elsewhere, its partition is
             another one, or the partition does not fit the experts, the cards or the returns.
-        Unsupported: several cards that are not all CPUs.
+        Unsupported: cards that are neither all CPUs nor all GPUs, or GPUs that do not give each
+            other the bytes that were sent.
     """
     if placement is not None and cards is not None:
         raise ConfigError(
@@ -60,13 +62,16 @@ def place(
 
 
 def devices_of(placement: Placement) -> list[torch.device]:
-    """The device of each card. Unsupported: several that are not all CPUs."""
+    """The device of each card.
+
+    Raises:
+        Unsupported: some are CPUs and some GPUs.
+        ConfigError: GPUs of several architectures, whose bits differ.
+    """
     devices = [resolve(name) for name in placement.cards]
-    if len(devices) > 1 and any(device.type != "cpu" for device in devices):
-        raise Unsupported(
-            f"cards are {placement.cards}; this version runs a layer on one GPU, or on several "
-            "cards that are all cpu"
-        )
+    if len({device.type for device in devices}) > 1:
+        raise Unsupported(f"cards are {placement.cards}; allowed: all cpu, or all GPUs")
+    require_one_architecture(devices)
     return devices
 
 

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.runtime.devices import current
+from exactmoe.runtime.lanes import Lanes, lanes_of
 from exactmoe.runtime.streams import SideStream
 
 ALIGNMENT = 64
 _Result = TypeVar("_Result")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,23 @@ class Arena:
     Args:
         device: where it lies.
         captured: for CUDA graphs: a buffer that a graph may hold is kept when it is outgrown.
+        home: device and stream of the calls.
     """
 
-    def __init__(self, device: torch.device, captured: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        captured: bool = False,
+        home: tuple[torch.device, int] | None = None,
+    ) -> None:
         self.device, self.captured = device, captured
+        self.home = (device, 0) if home is None else home
         self._guard = _Guard()
         self._inherited = False
         self._outgrown: list[Tensor] = []
-        self._views: WeakKeyDictionary[object, tuple[Hashable, dict[str, Tensor]]]
-        self._views = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[object, tuple[Hashable, object]] = WeakKeyDictionary()
         self._side: SideStream | None = None
+        self._lanes: dict[tuple[torch.device, ...], Lanes] = {}
         self._buffer = _allocate(0, device)
 
     @property
@@ -87,6 +96,18 @@ class Arena:
         if self._side is None:
             self._side = SideStream(self.device)
         return self._side
+
+    def lanes(self, devices: tuple[torch.device, ...]) -> Lanes:
+        """Of the cards on these devices, the first of which is this one, for the calls in here."""
+        found = self._lanes.get(devices)
+        if found is None:
+            found = self._lanes[devices] = lanes_of(devices)
+        return found
+
+    def reset(self) -> None:
+        """Lets calls on several cards begin again after one has failed."""
+        for found in self._lanes.values():
+            found.reset()
 
     @property
     def nbytes(self) -> int:
@@ -144,8 +165,10 @@ class Arena:
                 larger = _allocate(nbytes, self.device)
                 if self.captured and self.nbytes:
                     self._outgrown.append(self._buffer)
+                elif self.nbytes and self.home[0] != self.device:
+                    torch.cuda.synchronize(self.device)  # its users are on several streams
                 self._buffer = larger
-                self._views.clear()
+                self._kept.clear()
             if then is not None:
                 then()
 
@@ -175,11 +198,15 @@ class Arena:
         self, owner: object, key: Hashable, regions: Callable[[], Sequence[Region]]
     ) -> dict[str, Tensor]:
         """`views(regions())`, made once for an owner until its key or the buffer changes."""
+        return self.kept_for(owner, key, lambda: self.views(regions()))
+
+    def kept_for(self, owner: object, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """make(), once for an owner until its key or the buffer changes. One owner, one kind."""
         key = (key, self.generation)
-        kept = self._views.get(owner)
+        kept = self._kept.get(owner)
         if kept is None or kept[0] != key:
-            kept = self._views[owner] = (key, self.views(regions()))
-        return kept[1]
+            kept = self._kept[owner] = (key, make())
+        return kept[1]  # type: ignore[return-value]
 
     def fill(self, byte: int) -> None:
         """Overwrite all of it (0xFF makes every float a NaN): a proof uses this, since old content

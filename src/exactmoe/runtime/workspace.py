@@ -10,6 +10,8 @@ streams of their own (`torch.cuda.graph(graph, stream=...)`). Its memory comes f
 graph that is captured first, where torch puts whatever is allocated meanwhile; a pool lasts while
 memory in it is in use, and this memory is held here until `release_captures`, whatever becomes of
 the graph. A buffer that a later capture outgrows is held as well.
+
+A layer over several devices has, for each arena of its first one, an arena on each of the others.
 """
 
 import logging
@@ -33,7 +35,9 @@ class _Device:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self.arenas: dict[tuple[int, bool], Arena] = {}
+        self.reserved_beside = 0  # in arenas whose calls come from another device
+        # By the device and the stream whose calls they serve, and whether for captures.
+        self.arenas: dict[tuple[tuple[torch.device, int], bool], Arena] = {}
         self.needs: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self.releases = 0
 
@@ -55,12 +59,30 @@ def arena(device: torch.device) -> Arena:
     state = _of(device)
     captured = capturing(device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    with _lock:
-        found = state.arenas.get((stream, captured))
-        if found is None:
-            found = state.arenas[stream, captured] = Arena(device, captured)
+    found = _found(state, device, (device, stream), captured)
     if found.nbytes < state.reserved:
         _grow(found, state, state.reserved)
+    return found
+
+
+def _found(
+    state: _Device, device: torch.device, home: tuple[torch.device, int], captured: bool
+) -> Arena:
+    with _lock:
+        found = state.arenas.get((home, captured))
+        if found is None:
+            found = state.arenas[home, captured] = Arena(device, captured, home)
+    return found
+
+
+def beside(held: Arena, device: torch.device) -> Arena:
+    """The arena on another device for the calls of `held`, as large as all layers have reserved for
+    such calls. Those who let it grow have no work under way in it.
+    """
+    state = _of(device)
+    found = _found(state, device, held.home, held.captured)
+    if found.nbytes < state.reserved_beside:
+        _grow(found, state, state.reserved_beside)
     return found
 
 
@@ -83,7 +105,24 @@ def reserve(
             running on this thread.
     """
     state = _of(device)
-    held = arena(device)
+    _grow_for(owner, arena(device), state, nbytes, then)
+    state.reserved = max(state.reserved, nbytes)
+
+
+def reserve_beside(home: torch.device, device: torch.device, owner: object, nbytes: int) -> None:
+    """The same for what a layer of `home` needs on another device."""
+    state = _of(device)
+    _grow_for(owner, beside(arena(home), device), state, nbytes)
+    state.reserved_beside = max(state.reserved_beside, nbytes)
+
+
+def _grow_for(
+    owner: object,
+    held: Arena,
+    state: _Device,
+    nbytes: int,
+    then: Callable[[], None] | None = None,
+) -> None:
     with _lock:
         before = state.needs.get(owner)
         state.needs[owner] = nbytes
@@ -96,34 +135,51 @@ def reserve(
             else:
                 state.needs[owner] = before
         raise
-    state.reserved = max(state.reserved, nbytes)
 
 
-def require_no_captures(device: torch.device, nbytes: int) -> None:
-    """Unsupported if arenas had to grow to `nbytes` while a captured graph may be alive."""
+def require_no_captures(device: torch.device, nbytes: int, home: torch.device) -> None:
+    """Unsupported if arenas for calls of `home` had to grow to `nbytes` while a captured graph may
+    be alive.
+    """
     state = _of(device)
-    if nbytes > state.reserved and captures_alive(device):
+    reserved = state.reserved if device == home else state.reserved_beside
+    if nbytes > reserved and captures_alive(device):
         raise Unsupported(
-            f"the workspace of {device} would grow from {state.reserved} to {nbytes} bytes while "
+            f"the workspace of {device} would grow from {reserved} to {nbytes} bytes while "
             "captured CUDA graphs may be alive; allowed: reserve before the first capture, or "
             "after exactmoe.runtime.workspace.release_captures(device) when they are gone"
         )
 
 
 def captures_alive(device: torch.device) -> bool:
-    """Whether a graph was captured on this device since the last `release_captures`."""
+    """Whether a graph that uses this device was captured since the last `release_captures`."""
     with _lock:
         return any(captured for _, captured in _of(device).arenas)
 
 
 def release_captures(device: torch.device) -> None:
-    """Gives back the memory of captures. The caller says by it that no graph which was captured
-    on this device will be replayed again.
+    """Gives back the memory of captures, that on other cards of their layers too. The caller says
+    by it that no graph which was captured on this device will be replayed again.
     """
-    state = _of(device)
     with _lock:
-        state.arenas = {key: held for key, held in state.arenas.items() if not held.captured}
-        state.releases += 1
+        _of(device).releases += 1
+        for other, state in _devices.items():
+            kept = {
+                key: held
+                for key, held in state.arenas.items()
+                if not (held.captured and held.home[0] == device)
+            }
+            if len(kept) < len(state.arenas) and other != device:
+                state.releases += 1
+            state.arenas = kept
+
+
+def reset(device: torch.device) -> None:
+    """Lets calls of this device's layers on several cards begin again after one has failed."""
+    with _lock:
+        held = list(_of(device).arenas.values())
+    for each in held:
+        each.exclusively(each.reset)
 
 
 def releases(device: torch.device) -> int:
@@ -178,10 +234,13 @@ __all__ = [
     "Region",
     "Sharing",
     "arena",
+    "beside",
     "captures_alive",
     "release_captures",
     "releases",
     "require_no_captures",
     "reserve",
+    "reserve_beside",
+    "reset",
     "total_bytes",
 ]

@@ -87,17 +87,15 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
             pipe.send((None, traceback.format_exc()))
 
 
-def on_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, seconds: float = 5.0
-) -> list[Any]:
+def on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
     """function(rank, *arguments) in each of `size` new processes -> what each returned, or None
-    where it died; seconds: of one collective.
+    where it died.
     """
     context, port = mp.get_context("spawn"), free_port()
     processes, pipes = [], []
     for rank in range(size):
         here, there = context.Pipe()
-        call = (there, (rank, size, port, seconds), function, arguments)
+        call = (there, (rank, size, port, SECONDS), function, arguments)
         processes.append(context.Process(target=_once, args=call, daemon=True))
         processes[-1].start()
         there.close()

@@ -156,22 +156,20 @@ class Ranks:
         """Each rank that lives says so in the store; who doesn't is named."""
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"exactmoe/heard/{dist.get_rank()}", "yes")
+            group = self.group or dist.group.WORLD
+            name = "default" if group is None else group.group_name
+            store.set(f"exactmoe/heard/{name}/{dist.get_rank()}", "yes")
             missing = dist.get_process_group_ranks(self.group)
             end = time.monotonic() + _GRACE_SECONDS
             while missing and time.monotonic() < end:
-                missing = [rank for rank in missing if not _heard(store, rank)]
+                missing = [r for r in missing if not store.check([f"exactmoe/heard/{name}/{r}"])]
                 time.sleep(0.05)
         except RuntimeError:
             return "the rank that holds the store (rank 0, or torchrun) does not answer"
         if not missing:
-            return "every rank answers, so they have not called the same in the same order"
+            return "every rank answers, so one was late, or they have not called the same"
         names = ", ".join(map(str, missing))
         return f"rank{'s' * (len(missing) > 1)} {names} died or does not answer"
-
-
-def _heard(store: Any, rank: int) -> bool:
-    return bool(store.check([f"exactmoe/heard/{rank}"]))
 
 
 def _local_rank() -> int:

@@ -98,7 +98,8 @@ def fp8(suffix, where):
             blocks = [-(-size // 128) for size in weight.shape]
             scales = torch.full(blocks, 2.0**-9)
             if suffix == "weight_scale_inv":
-                scales = scales * torch.linspace(1, 1.3, scales.numel()).view(blocks)
+                rise = 1.3 if "up" in name else 1.1
+                scales = scales * torch.linspace(rise - 0.1, rise, scales.numel()).view(blocks)
             spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             codes = weight / spread[: weight.shape[0], : weight.shape[1]]
             tensors[name] = codes.clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -212,8 +213,26 @@ def test_fp8_dense_and_shared_parts(write, family, suffix, rng):
         assert dense.bank.formats == ("fp8", "fp8", "fp8")
 
 
-def test_fp8_routed_experts_are_refused(write, family):
-    change = fp8("weight_scale_inv", r"\.experts\.")
-    message = r"\.experts\..*is FP8 128x128 with weight_scale_inv; allowed in a whole model: routed"
-    with pytest.raises(Unsupported, match=message):
-        load_model(write(change=change, packed=lambda name: False), progress=False)
+@pytest.mark.parametrize("family", ["glm5_next"], indirect=True)
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale", "weight_scale"])
+def test_fp8_routed_experts(write, family, suffix, rng):
+    """GLM's own FP8 export; blocks of gate and up are their own."""
+    folder = write(change=fp8(suffix, r"\.experts\."), packed=lambda name: False)
+    model = require_bits_of_load_layer(folder, f"FP8 128x128 with {suffix}", rng)
+    for _, block, layer in blocks(model):
+        if hasattr(block, "experts"):
+            assert layer.bank.formats == ("fp8", "fp8", "fp8")
+            assert block.experts.gate_up_proj.dtype == torch.float8_e4m3fn
+            assert block.experts.gate_up_proj_scale.shape == (8, 2, 1)
+            gate, up = layer.bank.gate.scales, layer.bank.up.scales
+            assert suffix != "weight_scale_inv" or not gate.equal(up)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+def test_fp8_routed_experts_take_class_a16(write, family):
+    change = fp8("scale", r"\.experts\.")
+    folder = write(change=change, packed=lambda name: False)
+    with pytest.raises(Unsupported, match="FP8 experts run in class a16 only"):
+        load_model(folder, progress=False)
+    model = load_model(folder, numerics="a16", progress=False)
+    assert {layer.bank.formats for _, _, layer in blocks(model)} == {("fp8", "fp8", "fp8")}

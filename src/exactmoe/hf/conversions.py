@@ -19,12 +19,13 @@ SCALE, GLOBAL_SCALE, DIVISOR = "_scale", "_scale_2", "_global_scale"
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # Tensor beside `<projection>.weight`, or in its place -> suffix of the parameter that takes it.
 # ModelOpt has weight_scale and weight_scale_2, compressed-tensors weight_packed, weight_scale and
-# weight_global_scale, native DeepSeek-V4 scale. The longest name first: transformers 5.17 ends no
-# pattern at a name's border.
+# weight_global_scale, native DeepSeek-V4 scale, GLM's FP8 weight_scale_inv. The longest name first:
+# transformers 5.17 ends no pattern at a name's border.
 _BESIDE_WEIGHT = (
     ("weight_scale_2", GLOBAL_SCALE),
     ("weight_global_scale", DIVISOR),
     ("weight_packed", ""),
+    ("weight_scale_inv", SCALE),
     ("weight_scale", SCALE),
     ("scale", SCALE),
 )

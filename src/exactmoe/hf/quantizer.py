@@ -31,6 +31,7 @@ from exactmoe.hf.conversions import (
     scale_converters,
 )
 from exactmoe.hf.saving import Origin
+from exactmoe.hf.streaming import without_parameters
 
 NAME = "exactmoe_packed"
 
@@ -65,9 +66,11 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
         stored: name of a parameter below the decoder's layers ("3.mlp.experts.down_proj",
             "0.mlp.gate_proj.weight", "3.mlp.gate.weight") -> "nvfp4", "nvfp4-divide" (the global
             scale is a divisor), "mxfp4", "mxfp4-bytes" (scales stored as U8), "mxfp4-packed"
-            (codes too), "fp8" (128 x 128 blocks, of a linear layer), or "f32" (the weight of a
+            (codes too), "fp8" (128 x 128 blocks), or "f32" (the weight of a
             router that is kept in float32).
         ignored: patterns of tensor names that nobody loads, by a named rule of the family.
+        experts: names of experts modules below the decoder's layers ("3.mlp.experts"), which get
+            their parameters afterwards (streaming.py).
         linears: FP8 linear layers outside the MLP blocks: name in the checkpoint without its last
             part ("layers.3.attn.wq_a") -> last part of the name of its scales (".scale").
     """
@@ -77,12 +80,14 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
         stored: dict[str, str] | None = None,
         ignored: tuple[str, ...] = (),
         linears: dict[str, str] | None = None,
+        experts: tuple[str, ...] = (),
         **_: Any,
     ) -> None:
         self.quant_method = NAME
         self.stored = dict(stored or {})
         self.ignored = tuple(ignored)
         self.linears = dict(linears or {})
+        self.experts = tuple(experts)
 
 
 @register_quantizer(NAME)
@@ -97,6 +102,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     # Set by load_model.
     origin: Origin | None = None
+    # Name of an experts module -> its parameters, without memory.
+    taken: dict[str, dict[str, Tensor]]
     # Name of a linear module -> its name in PackedConfig.linears.
     linears: dict[str, str]
 
@@ -108,6 +115,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         self.linears = self._linear_modules(model)
         for module in self.linears:
             _declare(model.get_submodule(module), "weight", "fp8")
+        self.taken = {
+            name: without_parameters(layers.get_submodule(name))
+            for name in self.quantization_config.experts
+        }
         ignore_unexpected(model, self.quantization_config.ignored)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
@@ -168,17 +179,19 @@ def _declare(module: nn.Module, name: str, stored: str) -> None:
         return
     *lead, columns = shape
     form, block = _FORMS[stored], BLOCK[_FORMS[stored].format]
+    projections = 2 if name == "gate_up_proj" else 1
     if stored == "fp8":
-        blocks = tuple(-(-size // block) for size in shape)
+        *experts, rows, _ = shape
+        blocks = (projections * -(-rows // projections // block), -(-columns // block))
         _register(module, name, shape, form.codes)
-        _register(module, name + SCALE, blocks, form.scales)
+        _register(module, name + SCALE, (*experts, *blocks), form.scales)
         return
     _register(module, name, (*lead, columns // 2), form.codes)
     _register(module, name + SCALE, (*lead, columns // block), form.scales)
     if form.global_scale is not None:
         # A linear layer has one global scale; an experts module one per expert and projection.
-        projections = (lead[0], 2 if name == "gate_up_proj" else 1) if len(lead) == 2 else ()
-        _register(module, name + form.global_scale, projections, torch.float32)
+        count = (lead[0], projections) if len(lead) == 2 else ()
+        _register(module, name + form.global_scale, count, torch.float32)
 
 
 def _register(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

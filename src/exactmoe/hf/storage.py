@@ -1,8 +1,8 @@
 """Our layers over the parameters of transformers' modules: views of them, never a second copy.
 
 The stored form is read from the parameters themselves: bfloat16; uint8 codes with E4M3 block scales
-and a global scale or divisor (NVFP4); int8 codes with E8M0 block scales or their bytes (MXFP4); in
-linear layers also E4M3 codes with a float32 scale per 128 x 128 (FP8).
+and a global scale or divisor (NVFP4); int8 codes with E8M0 block scales or their bytes (MXFP4);
+E4M3 codes with a float32 scale per 128 x 128 (FP8).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from exactmoe.bank import ExpertBank, Router
 from exactmoe.config import Limits, RouterConfig
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import Unsupported
-from exactmoe.formats import PackedWeight
+from exactmoe.formats import BLOCK, PackedWeight
 from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE
 from exactmoe.ops import CANONICAL
 
@@ -131,20 +131,20 @@ def canonical_parameters(experts: nn.Module, bank: ExpertBank) -> dict[str, Tens
 
 
 def format_of(experts: nn.Module) -> str:
-    """Stored format of an experts module: "bf16", "nvfp4" or "mxfp4"."""
+    """Stored format of an experts module: "bf16", "nvfp4", "mxfp4" or "fp8"."""
     scales = _scales(experts, "gate_up_proj")
-    return "bf16" if scales is None else _FP4_SCALES[scales.dtype]
+    return "bf16" if scales is None else (_FP4_SCALES | _FP8_SCALES)[scales.dtype]
 
 
 def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> PackedWeight:
-    codes = _tensor(experts, name)[:, rows]
-    if codes.dtype == torch.float8_e4m3fn:
-        raise Unsupported(
-            f"{name} of experts is {codes.dtype}; allowed: bfloat16, uint8 (nvfp4), int8 (mxfp4)"
-        )
-    scales = _scales(experts, name)
+    codes, scales = _tensor(experts, name)[:, rows], _scales(experts, name)
     if scales is None:
         return PackedWeight("bf16", codes)
+    if codes.dtype == torch.float8_e4m3fn:
+        # Each projection has blocks of its own, the last of its rows perhaps a smaller one.
+        count = -(-codes.shape[1] // BLOCK["fp8"])
+        own = scales[:, projection * count : (projection + 1) * count]
+        return PackedWeight("fp8", codes.view(torch.uint8), own)
     codes, blocks = codes.view(torch.uint8), scales[:, rows].view(torch.uint8)
     if _FP4_SCALES[scales.dtype] == "mxfp4":
         return PackedWeight("mxfp4", codes, blocks)

@@ -46,6 +46,7 @@ LEVELS = {
     "proof": 8,
     "bench": 8,
     "report": 8,
+    "serve": 8,
     "cli": 9,
     "__main__": 9,
 }

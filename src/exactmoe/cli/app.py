@@ -22,6 +22,7 @@ from exactmoe.cli import (
     profile,
     quantize,
     routes,
+    serve,
     verify,
 )
 from exactmoe.errors import BitMismatch, ExactMoEError
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.command,
     "quantize": quantize.command,
     "routes": routes.command,
+    "serve": serve.command,
     "verify": verify.command,
 }
 MISMATCH, BAD_INPUT = 1, 2

@@ -1,6 +1,7 @@
 """What commands print: results on stdout, progress on stderr."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,12 @@ def open_checkpoint(path: str, numerics: str | None = None) -> Checkpoint:
 def print_json(content: dict[str, Any]) -> None:
     """One JSON object on stdout; NaN and Inf are no JSON and raise."""
     typer.echo(json.dumps(content, indent=2, allow_nan=False))
+
+
+def print_json_line(content: dict[str, Any]) -> None:
+    """One JSON object as one line on stdout, at once: of a command that goes on."""
+    typer.echo(json.dumps(content, allow_nan=False))
+    sys.stdout.flush()
 
 
 def console() -> Console:

@@ -6,11 +6,10 @@ IEEE arithmetic: no contraction to fma, subnormals kept, division and square roo
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from exactmoe.errors import Unsupported
 from exactmoe.kernels.cuda.disk import kept
-from exactmoe.kernels.cuda.source import Pack, Variant
 
 ARCHITECTURE = "sm_90a"
 OPTIONS = (
@@ -21,6 +20,24 @@ OPTIONS = (
     "--prec-div=true",
     "--prec-sqrt=true",
 )
+
+
+class Source(Protocol):
+    """A kernel that can be compiled; hashable.
+
+    Attributes:
+        entry: its name.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    @property
+    def entry(self) -> str: ...
+
+    @property
+    def shared_bytes(self) -> int: ...
+
+    def text(self) -> str:
+        """CUDA C++ without #include."""
 
 
 def missing() -> str | None:
@@ -53,7 +70,7 @@ def _driver(answer: tuple[Any, ...]) -> Any:
 
 
 @cache
-def cubin(variant: Variant | Pack) -> bytes:
+def cubin(variant: Source) -> bytes:
     """Machine code of a variant, from the cache on disk or compiled; needs NVRTC, not a GPU.
 
     Raises:
@@ -87,7 +104,7 @@ def _compiled(text: str) -> bytes:
 class Kernel:
     """A loaded variant, for every device of the process."""
 
-    def __init__(self, variant: Variant | Pack) -> None:
+    def __init__(self, variant: Source) -> None:
         from cuda.bindings import driver
 
         self.variant = variant
@@ -122,7 +139,8 @@ class Kernel:
         arguments: Sequence[Any],
         early: bool,
     ) -> None:
-        """Queue the kernel; `arguments` are ctypes values in the order of its signature.
+        """Queue the kernel; `arguments` are ctypes values, or structures, in the order of its
+        signature.
 
         Args:
             grid: blocks in two directions, and threads of a block.
@@ -131,12 +149,7 @@ class Kernel:
         """
         from cuda.bindings import driver
 
-        self._require_shared(device)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = grid[2], 1, 1
-        config.sharedMemBytes = self.variant.shared_bytes
-        config.hStream = stream
+        config = self._config(device, stream, grid)
         if early:
             attribute = driver.CUlaunchAttribute()
             attribute.id = (
@@ -144,13 +157,43 @@ class Kernel:
             )
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        values = tuple(argument.value or 0 for argument in arguments)
-        kinds = tuple(type(argument) for argument in arguments)
+        pairs = [_value_and_kind(argument) for argument in arguments]
+        values, kinds = (tuple(part) for part in zip(*pairs, strict=True))
         _driver(driver.cuLaunchKernelEx(config, self._function, (values, kinds), 0))
+
+    def most_clusters(self, device: int, cluster: int, threads: int) -> int:
+        """Clusters of `cluster` blocks that the device holds at a time."""
+        from cuda.bindings import driver
+
+        config = self._config(device, 0, (cluster, 1, threads))
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        return int(_driver(driver.cuOccupancyMaxActiveClusters(self._function, config)))
+
+    def _config(self, device: int, stream: int, grid: tuple[int, int, int]) -> Any:
+        from cuda.bindings import driver
+
+        self._require_shared(device)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = grid[2], 1, 1
+        config.sharedMemBytes = self.variant.shared_bytes
+        config.hStream = stream
+        return config
+
+
+def _value_and_kind(argument: Any) -> tuple[Any, Any]:
+    """As the driver's binding takes them; a structure is given by its address, without a kind."""
+    if isinstance(argument, ctypes.Structure):
+        return argument, None
+    return argument.value or 0, type(argument)
 
 
 @cache
-def kernel(variant: Variant | Pack) -> Kernel:
+def kernel(variant: Source) -> Kernel:
     """A variant compiled and loaded, once a process."""
     return Kernel(variant)
 

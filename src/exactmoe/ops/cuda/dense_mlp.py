@@ -1,0 +1,143 @@
+"""dense_mlp of bf16 weights on sm_90: which kernel, how many blocks, which arguments."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exactmoe.kernels.cuda.compile import kernel
+from exactmoe.kernels.cuda.dense import CHUNK, SEGMENT, Dense
+from exactmoe.kernels.cuda.tensor_map import TensorMap, rows_map
+from exactmoe.ops.triton.prepare import TritonWeight
+from exactmoe.plan.dense_tiles import DenseProblem, DenseTile, dense_tile
+
+_NO_CLAMP = float("inf")
+# What tensor copies ask of addresses and row strides.
+_ALIGNMENT = 16
+# Eights of gate and of up rows are copied in turn.
+_EIGHT = 8
+# The two accumulators of a segmented sum leave a second block no registers.
+_NEEDS_ALL_REGISTERS = 128
+
+
+@dataclass(frozen=True)
+class DenseLaunch:
+    """One launch.
+
+    Attributes:
+        variant: the kernel.
+        weights: bfloat16 [N, K] of gate and up, or of down twice.
+        tokens: bfloat16 [T, K].
+        out: bfloat16 [T, N] of gate_up, float32 [T, N] of down.
+        limit: the clamp of gate_up.
+    """
+
+    variant: Dense
+    weights: tuple[Tensor, Tensor]
+    tokens: Tensor
+    out: Tensor
+    limit: float
+
+    def run(self) -> None:
+        """Queues it on the current stream, down right behind its gate_up: it reads weights while
+        gate_up still runs.
+        """
+        variant, device = self.variant, self.out.device.index
+        num_tokens, columns = self.tokens.shape
+        rows = self.weights[0].shape[0]
+        arguments: list[Any] = [
+            *(_weight_map(weight, variant) for weight in self.weights),
+            _token_map(self.tokens, variant),
+            ctypes.c_void_p(self.out.data_ptr()),
+            ctypes.c_uint64(self.out.stride(0)),
+            *(ctypes.c_uint32(number) for number in (num_tokens, rows, columns)),
+            ctypes.c_float(self.limit),
+        ]
+        grid = (self._clusters(device) * variant.cluster, 1, variant.threads)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        kernel(variant).launch(device, stream, grid, arguments, True)
+
+    def _clusters(self, device: int) -> int:
+        """Of the grid: as few as take their items in as few rounds as all together."""
+        variant = self.variant
+        row_blocks = -(-self.weights[0].shape[0] // variant.features)
+        token_tiles = -(-self.tokens.shape[0] // variant.tokens)
+        items = -(-row_blocks // variant.cluster) * token_tiles
+        rounds = -(-items // _most_clusters(variant, device))
+        return -(-items // rounds)
+
+
+def fits(
+    x: Tensor, weights: tuple[TritonWeight, TritonWeight, TritonWeight], h: Tensor, out: Tensor
+) -> bool:
+    """Whether these kernels compute it: bf16 weights, sizes multiples of 64, rows where tensor
+    copies can read them.
+    """
+    matrices = [weight.weight.codes[0] for weight in weights]
+    return all(weight.format == "bf16" for weight in weights) and all(
+        tensor.shape[1] % CHUNK == 0
+        and tensor.stride(1) == 1
+        and tensor.stride(0) * tensor.element_size() % _ALIGNMENT == 0
+        and tensor.data_ptr() % _ALIGNMENT == 0
+        for tensor in (x, h, out, *matrices)
+    )
+
+
+def dense_mlp(
+    x: Tensor,
+    weights: tuple[TritonWeight, TritonWeight, TritonWeight],
+    swiglu_limit: float | None,
+    h: Tensor,
+    out: Tensor,
+) -> None:
+    """x bfloat16 [T, H] -> out float32 [T, H] before its rounding; h bfloat16 [T, I] is scratch."""
+    if x.shape[0] == 0:
+        return
+    gate, up, down = (weight.weight.codes[0] for weight in weights)
+    limit = _NO_CLAMP if swiglu_limit is None else float(swiglu_limit)
+    for op, matrices, tokens, result in (
+        ("gate_up", (gate, up), x, h),
+        ("down", (down, down), h, out),
+    ):
+        rows, columns = matrices[0].shape
+        problem = DenseProblem(op, rows, columns, x.shape[0], _processors(x.device.index))
+        variant = variant_of(op, columns, dense_tile(problem))
+        DenseLaunch(variant, matrices, tokens, result, limit).run()
+
+
+def variant_of(op: str, columns: int, tile: DenseTile) -> Dense:
+    """The kernel of a tile for k = `columns`."""
+    segmented = columns > SEGMENT
+    blocks = 1 if segmented and tile.tokens >= _NEEDS_ALL_REGISTERS else tile.blocks
+    return Dense(op, tile.rows, tile.tokens, tile.chunks, tile.cluster, blocks, segmented)
+
+
+def _weight_map(weight: Tensor, variant: Dense) -> TensorMap:
+    box_rows = _EIGHT if variant.op == "gate_up" else variant.rows
+    shape = (weight.shape[0], weight.shape[1])
+    return rows_map(weight.data_ptr(), shape, weight.stride(0), box_rows, variant.chunks)
+
+
+def _token_map(tokens: Tensor, variant: Dense) -> TensorMap:
+    """Of a block's part: all of its tokens and chunks, or tokens that it sends to its cluster."""
+    box_rows = variant.tokens // variant.cluster
+    box_chunks = variant.chunks if variant.cluster == 1 else 1
+    shape = (tokens.shape[0], tokens.shape[1])
+    return rows_map(tokens.data_ptr(), shape, tokens.stride(0), box_rows, box_chunks)
+
+
+@cache
+def _most_clusters(variant: Dense, device: int) -> int:
+    """One block a multiprocessor, and of clusters as many as its groups of multiprocessors hold."""
+    most = _processors(device) // variant.cluster
+    if variant.cluster == 1:
+        return most
+    return min(most, kernel(variant).most_clusters(device, variant.cluster, variant.threads))
+
+
+@cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

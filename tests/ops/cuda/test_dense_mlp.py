@@ -1,0 +1,175 @@
+"""What is launched for a dense bf16 MLP on sm_90: kernels, grids, tensor maps and arguments.
+Nothing runs: the kernel and the driver are fakes that keep them, and tensors are on the CPU.
+"""
+
+import ctypes
+import re
+from importlib.resources import files
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from exactmoe.formats import PackedWeight
+from exactmoe.kernels.cuda.tensor_map import TensorMap
+from exactmoe.ops.cuda import dense_mlp
+from exactmoe.ops.triton.prepare import prepare
+from exactmoe.plan.dense_tiles import DENSE_TILES
+
+STREAM, PROCESSORS = 77, 132
+C_TYPES = {"u64": ctypes.c_uint64, "u32": ctypes.c_uint32, "float": ctypes.c_float}
+
+
+def parameters() -> dict[str, type]:
+    """Names and types of the kernel's parameters, from its source."""
+    source = (files("exactmoe.kernels.cuda") / "dense.cu").read_text()
+    (text,) = re.findall(r"^dense\((.*?)\) \{", source, re.M | re.S)
+    found = {}
+    for parameter in text.split(","):
+        kind, name = parameter.strip().rsplit(" ", 1)
+        is_map = kind == "const __grid_constant__ TensorMap"
+        found[name] = (
+            TensorMap if is_map else ctypes.c_void_p if kind.endswith("*") else C_TYPES[kind]
+        )
+    return found
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[SimpleNamespace]:
+    found, maps = [], {}
+
+    def rows_map(*arguments):
+        made = TensorMap()
+        made.words[0] = len(maps)
+        maps[len(maps)] = arguments
+        return made
+
+    def kernel(variant):
+        def launch(device, stream, grid, arguments, early):
+            assert stream == STREAM and early
+            known = parameters()
+            assert [type(argument) for argument in arguments] == list(known.values())
+            values = [maps[a.words[0]] if isinstance(a, TensorMap) else a.value for a in arguments]
+            named = dict(zip(known, values, strict=True))
+            found.append(SimpleNamespace(variant=variant, grid=grid, arguments=named))
+
+        return SimpleNamespace(launch=launch, most_clusters=lambda *arguments: 32)
+
+    monkeypatch.delenv("EXACTMOE_TILE", raising=False)
+    monkeypatch.setattr(dense_mlp, "kernel", kernel)
+    monkeypatch.setattr(dense_mlp, "rows_map", rows_map)
+    monkeypatch.setattr(dense_mlp, "_processors", lambda device: PROCESSORS)
+    stream = SimpleNamespace(cuda_stream=STREAM)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    dense_mlp._most_clusters.cache_clear()
+    yield found
+    dense_mlp._most_clusters.cache_clear()
+
+
+def bf16(rows, columns):
+    return prepare(PackedWeight("bf16", torch.zeros(1, rows, columns, dtype=torch.bfloat16)))
+
+
+def problem(tokens, hidden=4096, inner=2048):
+    weights = (bf16(inner, hidden), bf16(inner, hidden), bf16(hidden, inner))
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
+    h = torch.empty(tokens, inner, dtype=torch.bfloat16)
+    return x, weights, h, torch.empty(tokens, hidden)
+
+
+def test_one_token(launched):
+    x, weights, h, out = problem(1)
+    dense_mlp.dense_mlp(x, weights, 1.5, h, out)
+    gate, up, down = (weight.weight.codes.data_ptr() for weight in weights)
+    first, second = launched
+    assert (first.variant.op, second.variant.op) == ("gate_up", "down")
+    for one in launched:
+        assert (one.variant.rows, one.variant.tokens, one.variant.blocks) == (32, 8, 2)
+        assert one.grid == (128, 1, 256)
+    assert first.arguments == {
+        "first_map": (gate, (2048, 4096), 4096, 8, 4),
+        "second_map": (up, (2048, 4096), 4096, 8, 4),
+        "token_map": (x.data_ptr(), (1, 4096), 4096, 8, 4),
+        "values": h.data_ptr(),
+        "stride": 2048,
+        "num_tokens": 1,
+        "rows": 2048,
+        "k": 4096,
+        "limit": 1.5,
+    }
+    assert second.arguments == {
+        "first_map": (down, (4096, 2048), 2048, 32, 4),
+        "second_map": (down, (4096, 2048), 2048, 32, 4),
+        "token_map": (h.data_ptr(), (1, 2048), 2048, 8, 4),
+        "values": out.data_ptr(),
+        "stride": 4096,
+        "num_tokens": 1,
+        "rows": 4096,
+        "k": 2048,
+        "limit": 1.5,
+    }
+
+
+def test_no_limit_is_a_clamp_at_infinity(launched):
+    x, weights, h, out = problem(1, 64, 64)
+    dense_mlp.dense_mlp(x, weights, None, h, out)
+    assert launched[0].arguments["limit"] == inf
+
+
+def test_k_above_4096_is_segmented(launched):
+    x, weights, h, out = problem(1, 64, 4160)
+    dense_mlp.dense_mlp(x, weights, None, h, out)
+    assert [one.variant.segmented for one in launched] == [False, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64, 300, 4096])
+@pytest.mark.parametrize("inner", [320, 2048, 12288])
+def test_boxes_fill_a_stage_and_the_grid_takes_every_item(launched, tokens, inner):
+    x, weights, h, out = problem(tokens, 256, inner)
+    dense_mlp.dense_mlp(x, weights, None, h, out)
+    for one in launched:
+        variant, arguments = one.variant, one.arguments
+        copies = variant.rows // 8 if variant.op == "gate_up" else 1
+        shared = 1 if variant.cluster == 1 else variant.cluster * variant.chunks
+        boxes = [arguments["first_map"][3:]] * copies + [arguments["token_map"][3:]] * shared
+        assert sum(128 * rows * chunks for rows, chunks in boxes) == variant.stage_bytes
+        blocks, _, threads = one.grid
+        assert threads == variant.threads
+        assert blocks % variant.cluster == 0 and 0 < blocks <= PROCESSORS
+        items = -(-arguments["rows"] // (variant.features * variant.cluster))
+        items *= -(-tokens // variant.tokens)
+        clusters = blocks // variant.cluster
+        rounds = -(-items // clusters)
+        # No fewer rounds with all multiprocessors, and no fewer blocks in as many rounds.
+        most = PROCESSORS if variant.cluster == 1 else min(PROCESSORS // variant.cluster, 32)
+        assert rounds == -(-items // most)
+        assert (clusters - 1) * rounds < items
+
+
+@pytest.mark.parametrize("tile", DENSE_TILES, ids=str)
+def test_shared_memory_holds_three_stages(tile):
+    for op in ("gate_up", "down"):
+        for columns in (4096, 12288):
+            variant = dense_mlp.variant_of(op, columns, tile)
+            assert 3 <= variant.stages <= 12
+            assert variant.shared_bytes <= 232448 // variant.blocks
+
+
+def test_no_tokens_launch_nothing(launched):
+    dense_mlp.dense_mlp(*problem(0)[:2], None, *problem(0)[2:])
+    assert launched == []
+
+
+def test_fits():
+    x, weights, h, out = problem(3, 128, 192)
+    assert dense_mlp.fits(x, weights, h, out)
+    odd, _, _, wide = problem(3, 96, 192)
+    assert not dense_mlp.fits(odd, weights, h, wide)  # 96 is no multiple of 64
+    parts = torch.zeros(3 * 128 + 8, dtype=torch.bfloat16)
+    assert dense_mlp.fits(parts[8:].view(3, 128), weights, h, out)
+    assert not dense_mlp.fits(parts[4:-4].view(3, 128), weights, h, out)  # 8 bytes past 16
+    strided = torch.zeros(3, 132, dtype=torch.bfloat16)[:, :128]
+    assert not dense_mlp.fits(strided, weights, h, out)  # rows 264 bytes apart
+    fp8 = PackedWeight("fp8", torch.zeros(1, 192, 128, dtype=torch.uint8), torch.ones(1, 2, 1))
+    assert not dense_mlp.fits(x, (prepare(fp8), *weights[1:]), h, out)

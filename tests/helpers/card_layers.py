@@ -3,20 +3,25 @@
 import torch
 from torch import Tensor
 
-from exactmoe import Limits, MoELayer, Placement, ops
+from exactmoe import ExpertBank, Limits, MoELayer, PackedWeight, Placement, ops
 from exactmoe.bank import Partition
 from exactmoe.config import RETURNS
-from exactmoe.runtime.workspace import Region, arena
+from exactmoe.runtime.workspace import Arena, Region, arena, beside
 
 GUARD_BITS, GUARD_WORDS = 0x7FC54321, 17
+_GUARD = " guard"
 
 
 def on_cards(
     layer: MoELayer, partition: Partition, returns: str = "auto", serial: bool = False, **settings
 ) -> MoELayer:
-    """The layer over several CPU cards; an id that is out of range raises at once."""
+    """The layer over several cards, in turn of those named (default "cpu"); an id that is out of
+    range raises at once.
+    """
     kind = settings.pop("kind", MoELayer)
-    placement = Placement(("cpu",) * partition.num_cards, partition.owners, returns, serial)
+    given = settings.pop("names", ("cpu",))
+    names = [given[card % len(given)] for card in range(partition.num_cards)]
+    placement = Placement(names, partition.owners, returns, serial)
     return kind(
         layer.config,
         layer.bank,
@@ -33,23 +38,87 @@ def ways(partition: Partition) -> tuple[str, ...]:
     return RETURNS[1:] if partition.is_aligned else ("slots",)
 
 
+def arenas_of(layer: MoELayer) -> dict[torch.device, Arena]:
+    """What a call of the layer would take now, by device."""
+    home, *others = layer.devices
+    held = arena(home)
+    return {home: held, **{device: beside(held, device) for device in others}}
+
+
+def fill(arenas: dict[torch.device, Arena], byte: int = 0xFF) -> None:
+    """The byte in all memory of some arenas; 0xFF makes every float a NaN. Waits for all devices,
+    since a graph's work on a further one is behind nothing there.
+    """
+    _wait(arenas)
+    for held in arenas.values():
+        held.fill(byte)
+    _wait(arenas)
+
+
+def _wait(arenas: dict[torch.device, Arena]) -> None:
+    for device in arenas:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
 class GuardedLayer(MoELayer):
     """A layer with guard words behind every array of its workspace."""
 
     def regions(self, rows, storage):
         plain, guarded = super().regions(rows, storage), []
         for region in plain:
-            guarded += [region, Region(f"guard of {region.name}", (GUARD_WORDS,), torch.int32)]
+            # Its name begins as the region's, so that it lies on the same card.
+            guarded += [region, Region(f"{region.name}{_GUARD}", (GUARD_WORDS,), torch.int32)]
         return guarded
 
-    def guards(self) -> dict[str, Tensor]:
+    def guards(self, arenas: dict[torch.device, Arena] | None = None) -> dict[str, Tensor]:
         """The guard words, by the name of their array."""
-        storage = ops.path(self.plan().backend).storage
-        views = arena(self.device).views(self.regions(self.max_rows, storage))
-        prefix = "guard of "
-        return {n.removeprefix(prefix): v for n, v in views.items() if n.startswith(prefix)}
+        storage, found = ops.path(self.plan().backend).storage, {}
+        for device, held in (arenas or arenas_of(self)).items():
+            found |= held.views(self.regions_on(device, self.max_rows, storage))
+        return {n.removesuffix(_GUARD): v for n, v in found.items() if n.endswith(_GUARD)}
 
-    def poison(self) -> None:
+    def poison(self, arenas: dict[torch.device, Arena] | None = None) -> None:
         """NaN bits in all arrays, guard words included."""
-        memory = arena(self.device).memory
-        memory[: memory.nbytes // 4 * 4].view(torch.int32).fill_(GUARD_BITS)
+        arenas = arenas or arenas_of(self)
+        _wait(arenas)
+        for held in arenas.values():
+            memory = held.memory
+            memory[: memory.nbytes // 4 * 4].view(torch.int32).fill_(GUARD_BITS)
+        _wait(arenas)
+
+
+def seed_bank(hidden: int, inner: int) -> ExpertBank:
+    """The first seed's bytes, made to differ by expert and projection as its later gates asked."""
+
+    def weight(number: int, rows: int, columns: int) -> PackedWeight:
+        index = torch.arange(8 * rows * columns // 2).view(8, rows, -1)
+        expert = torch.arange(8)[:, None, None]
+        codes = (index + 1000003 * number) * 2654435761 >> 16 & 0xFF
+        blocks = torch.arange(8 * rows * columns // 16).view(8, rows, -1)
+        scales = 0x20 + (blocks + 7 * number + 3 * expert) % 32
+        powers = (torch.arange(8) * 3 + number) % 7 - 3
+        return PackedWeight(
+            "nvfp4",
+            codes.to(torch.uint8),
+            scales.to(torch.uint8),
+            torch.ldexp(torch.ones(8), powers),
+        )
+
+    return ExpertBank(weight(0, inner, hidden), weight(2, inner, hidden), weight(1, hidden, inner))
+
+
+def seed_call(hidden: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x bf16, ids and weights of the first seed's case: top-6 of 8, every fifth weight -0."""
+    x = (torch.arange(tokens * hidden) * 11 % 251 - 125).view(tokens, hidden) / 64
+    slot = torch.arange(tokens * 6)
+    ids = ((slot // 6 * 7 + slot % 6 * 3) % 8).int().view(tokens, 6)
+    weights = torch.where(slot % 5 == 0, -0.0, (slot % 13 - 5) / 8).float().view(tokens, 6)
+    return x.bfloat16(), ids, weights
+
+
+def guarded_room(tokens: int, hidden: int, device: str = "cpu") -> Tensor:
+    """bf16 memory of NaN bits: 17 words before and after tokens x hidden."""
+    room = torch.empty(tokens * hidden + 2 * GUARD_WORDS, dtype=torch.bfloat16, device=device)
+    room.view(torch.int16)[:] = 0x7FC5
+    return room

@@ -7,8 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from card_layers import GUARD_BITS, GuardedLayer, on_cards, ways
-from exactmoe import ExpertBank, Limits, MoEConfig, MoELayer, PackedWeight
+from card_layers import (
+    GUARD_BITS,
+    GuardedLayer,
+    guarded_room,
+    on_cards,
+    seed_bank,
+    seed_call,
+    ways,
+)
+from exactmoe import Limits, MoEConfig, MoELayer
 from exactmoe.bank import Partition
 from layers import CLASSES, assert_same_bits, layer_of, normal, random_bank, random_call
 from small_layers import EXPERTS, VOCABULARY, small_layer
@@ -124,26 +132,6 @@ def test_slots_in_float32(rng):
             assert_same_bits(cards.experts(x, ids, weights), layer.experts(x, ids, weights))
 
 
-def seed_bank(hidden: int, inner: int) -> ExpertBank:
-    """The first seed's bytes, made to differ by expert and projection as its later gates asked."""
-
-    def weight(number: int, rows: int, columns: int) -> PackedWeight:
-        index = torch.arange(8 * rows * columns // 2).view(8, rows, -1)
-        expert = torch.arange(8)[:, None, None]
-        codes = (index + 1000003 * number) * 2654435761 >> 16 & 0xFF
-        blocks = torch.arange(8 * rows * columns // 16).view(8, rows, -1)
-        scales = 0x20 + (blocks + 7 * number + 3 * expert) % 32
-        powers = (torch.arange(8) * 3 + number) % 7 - 3
-        return PackedWeight(
-            "nvfp4",
-            codes.to(torch.uint8),
-            scales.to(torch.uint8),
-            torch.ldexp(torch.ones(8), powers),
-        )
-
-    return ExpertBank(weight(0, inner, hidden), weight(2, inner, hidden), weight(1, hidden, inner))
-
-
 @pytest.mark.parametrize("numerics", CLASSES)
 @pytest.mark.parametrize(
     ("hidden", "inner", "rows"), [(128, 256, (1, 6, 32)), (4096, 2048, (1, 6))]
@@ -154,20 +142,16 @@ def test_the_seeds_own_case(hidden, inner, rows, numerics):
     layer = MoELayer(config, seed_bank(hidden, inner), limits=Limits(max_rows=32))
     partition = Partition.even(8, 2)
     for tokens in rows:
-        x = (torch.arange(tokens * hidden) * 11 % 251 - 125).view(tokens, hidden) / 64
-        slot = torch.arange(tokens * 6)
-        ids = ((slot // 6 * 7 + slot % 6 * 3) % 8).int().view(tokens, 6)
-        weights = torch.where(slot % 5 == 0, -0.0, (slot % 13 - 5) / 8).float().view(tokens, 6)
-        expected = layer.experts(x.bfloat16(), ids, weights)
+        call = seed_call(hidden, tokens)
+        expected = layer.experts(*call)
         assert len(expected.unique()) > 100
         for returns in ways(partition) if hidden < 1000 or tokens == 1 else ("partials",):
             limits = Limits(max_rows=32)
             cards = on_cards(layer, partition, returns, kind=GuardedLayer, limits=limits)
             cards.poison()
-            room = torch.empty(tokens * hidden + 34, dtype=torch.bfloat16)
-            room.view(torch.int16)[:] = 0x7FC5
+            room = guarded_room(tokens, hidden)
             out = room[17:-17].view(tokens, hidden)
-            assert_same_bits(cards.experts(x.bfloat16(), ids, weights, out=out), expected)
+            assert_same_bits(cards.experts(*call, out=out), expected)
             around = torch.cat((room[:17], room[-17:])).view(torch.int16)
             assert bool((around == 0x7FC5).all())
             for name, words in cards.guards().items():

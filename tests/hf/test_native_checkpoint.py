@@ -129,7 +129,7 @@ def test_logits_are_near_those_of_the_dequantised_model(family, native, sources,
         logits.append(stock(input_ids=ids).logits)
     ours, theirs, truth = (found.detach().double().flatten(0, 1) for found in logits)
     near, stocks = ((found - truth).norm(dim=-1).median() for found in (ours, theirs))
-    assert near <= 1.1 * stocks
+    assert near <= 2 * stocks
 
 
 @torch.no_grad()

@@ -139,7 +139,12 @@ def test_ids_out_of_range_and_no_tokens(rng):
 
 @pytest.mark.parametrize(
     ("switch", "text"),
-    [("EXACTMOE_UNION", "off"), ("EXACTMOE_HOST_LOOP", "on"), ("EXACTMOE_TILE", "32")],
+    [
+        ("EXACTMOE_UNION", "off"),
+        ("EXACTMOE_HOST_LOOP", "on"),
+        ("EXACTMOE_GATE_UP", "two"),
+        ("EXACTMOE_TILE", "32"),
+    ],
 )
 def test_a_lever_changes_no_bit_and_is_named(switch, text, rng, monkeypatch, caplog):
     layer = make(rng)
@@ -152,10 +157,10 @@ def test_a_lever_changes_no_bit_and_is_named(switch, text, rng, monkeypatch, cap
         assert_same_bits(layer(x), expected)
     if switch == "EXACTMOE_TILE":
         assert "EXACTMOE_TILE=32" in str(layer.explain(6))
-        assert any("tiles gate_up: 32 tokens" in message for message in caplog.messages)
-    else:
-        assert sum(switch in message for message in caplog.messages) == 1
-        assert f"switch {switch}=" in str(layer.explain(6))
+        assert any("gate_up.py, 32 tokens" in message for message in caplog.messages)
+    warned = [r for r in caplog.records if r.message.startswith(f"{switch} is not at its default")]
+    assert [record.levelname for record in warned] == ["WARNING"]
+    assert f"switch {switch}=" in str(layer.explain(6))
 
 
 def test_pieces_and_the_log_line(rng, monkeypatch, caplog):
@@ -164,8 +169,10 @@ def test_pieces_and_the_log_line(rng, monkeypatch, caplog):
     x = normal(rng, 9, 128)
     with caplog.at_level(logging.INFO, "exactmoe"):
         pieces = layer(x)
-    lines = [m for m in caplog.messages if m.startswith("backend triton on cpu runs with tiles")]
+    lines = [m for m in caplog.messages if m.startswith("backend triton on cpu runs nvfp4")]
     assert len(lines) == 1  # 8 and 2 slots take the same tiles
+    assert all("down: kernels/triton/down.py, 16 tokens x 64 rows" in line for line in lines)
+    assert all(" | not cuda: " in line and "numerics: activation a16" in line for line in lines)
     layer.reserve(9)
     assert_same_bits(layer(x), pieces)
 

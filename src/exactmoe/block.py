@@ -232,8 +232,8 @@ def lever(name: str) -> Any:
 
 
 def say_first(space: Space, kind: int, count: int, text: Callable[[], str]) -> None:
-    """Log a line when a path first runs `count` rows of a kind of layer, and each switch that is not
-    at its default; layers of which the same is to say say it once.
+    """Log a line when a path first runs `count` rows of a kind of layer, and each switch that is
+    not at its default. What is the same for several layers is logged once.
     """
 
     def told() -> str:

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.bank import ExpertBank
-from exactmoe.block import Block, Space
+from exactmoe.block import Block, Space, say_first
 from exactmoe.config import Limits, Numerics, checked_swiglu_limit
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Storage, compiled
-from exactmoe.plan import Explanation, Plan, choose, explain, tiles_of
+from exactmoe.plan import Explanation, Plan, TileChoice, choose, dense_tiles_of, explain, first_line
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_x, output
 from exactmoe.runtime.workspace import Region
 
@@ -44,6 +44,7 @@ class DenseMLP(Block):
         )
         self.swiglu_limit = checked_swiglu_limit(swiglu_limit)
         self.numerics = Numerics(output=output)
+        self._kind = hash((self.bank.shapes, output))
         self._ready()
 
     @property
@@ -66,9 +67,14 @@ class DenseMLP(Block):
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
-        plan, rows = self.plan(), min(width, self.max_rows)
-        weights = self.bank.weights()
-        return explain(plan, self.numerics, self.limits, width, weights, tiles_of(plan, rows))
+        plan, weights = self.plan(), self.bank.weights()
+        tiles = self.tiles(plan, min(width, self.max_rows))
+        return explain(plan, self.numerics, self.limits, width, weights, tiles)
+
+    def tiles(self, plan: Plan, num_tokens: int) -> tuple[TileChoice, ...]:
+        """The tiles that run a piece of `num_tokens` on a path."""
+        gate, _, down = self.bank.shapes
+        return dense_tiles_of(plan, {"gate_up": gate, "down": down}, num_tokens)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x bfloat16 [T, H] -> y [T, H]. x is not written; y shares memory with nothing."""
@@ -81,6 +87,7 @@ class DenseMLP(Block):
         y = output(out, {"x": x}, own, self.hidden_size, self.numerics.output)
 
         def compute(space: Space, piece: slice) -> None:
+            self._say_first(space, y[piece].shape[0])
             space.path.finish(self.run(space, space.staged(x[piece])), y[piece])
 
         self._in_pieces(x.shape[0], compute)
@@ -94,6 +101,14 @@ class DenseMLP(Block):
         gate, up, down = self.bank.prepared_for(dense_path(space.path))
         space.path.dense_mlp(x, (gate, up, down), self.swiglu_limit, h, result)
         return result
+
+    def _say_first(self, space: Space, num_tokens: int) -> None:
+        def text() -> str:
+            plan = self.plan()
+            tiles = self.tiles(plan, num_tokens)
+            return first_line(plan, self.numerics, self.bank.formats, tiles)
+
+        say_first(space, self._kind, num_tokens, text)
 
     def _prepare(self, path: ops.Path) -> None:
         self.bank.prepared_for(dense_path(path))

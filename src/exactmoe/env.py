@@ -111,6 +111,14 @@ SWITCHES: dict[str, Switch] = {
             "by itself; refused while a CUDA graph is captured.",
         ),
         Switch(
+            name="EXACTMOE_GATE_UP",
+            parse=_choice("one", "two"),
+            default="one",
+            allowed="one, two",
+            meaning="two, for comparison: gate and up of routed experts on a GPU in two launches "
+            "instead of one.",
+        ),
+        Switch(
             name="EXACTMOE_CACHE",
             parse=Path,
             default=None,
@@ -176,3 +184,10 @@ def changed() -> dict[str, Any]:
     """The switches that are set to something other than their default: name -> value."""
     values = {name: read(name) for name in SWITCHES}
     return {n: v for n, v in values.items() if v != SWITCHES[n].default}
+
+
+def plain(value: Any) -> str | int | None:
+    """A value as it is written in the environment; None: unset."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value if value is None or isinstance(value, int) else str(value)

@@ -22,6 +22,7 @@ from exactmoe.parallel import Answer, Vectors, place
 from exactmoe.parallel.cards import card_of
 from exactmoe.plan import Explanation, Plan, choose, explain
 from exactmoe.routed import answered, card_regions, card_space, expert_regions, expert_tiles
+from exactmoe.runtime.card_load import CardLoad
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_routes, check_token_ids, check_x, output
 from exactmoe.runtime.trace import RouteRing
 from exactmoe.runtime.workspace import Arena, Region
@@ -71,6 +72,7 @@ class MoELayer(Block):
             self.register_buffer(name, word, persistent=False)
         self.kind = hash((config, self.bank.formats))
         self.route_ring: RouteRing | None = None  # records what tokens chose, while it is set
+        self.card_load: CardLoad | None = None  # counts the slots of each card, while it is set
         self.plan()
         self._ready()
 
@@ -163,6 +165,11 @@ class MoELayer(Block):
         if self.cards is None:
             return super()._space(path, held, rows)
         return card_space(self, self.cards, path, held, rows)
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """How many experts each card of this process runs."""
+        return (self.bank.num_experts,) if self.cards is None else self.cards.partition.counts
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why; the matrix units that each expert may

@@ -4,12 +4,21 @@ import torch
 from torch import Tensor
 
 from exactmoe import ops
-from exactmoe.block import Block, Space
+from exactmoe.block import Block, Space, say_first
 from exactmoe.config import Limits, Numerics
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Storage, compiled
-from exactmoe.plan import Explanation, Plan, choose, explain, tiles_of
+from exactmoe.plan import (
+    Explanation,
+    Plan,
+    TileChoice,
+    WeightShape,
+    choose,
+    dense_tiles_of,
+    explain,
+    first_line,
+)
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_x, output
 from exactmoe.runtime.workspace import Region
 
@@ -44,6 +53,7 @@ class DenseLinear(Block):
         self.numerics = Numerics(output=output)
         self.register_packed("weight", weight)
         self._sizes = (weight.num_experts, weight.rows, weight.columns)
+        self._kind = hash((weight.format, self._sizes, output))
         self._ready()
 
     @property
@@ -81,8 +91,17 @@ class DenseLinear(Block):
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
         plan, weights = self.plan(), (self.weight,)
-        tiles = tiles_of(plan, min(width, self.max_rows))
+        tiles = self.tiles(plan, min(width, self.max_rows))
         return explain(plan, self.numerics, self.limits, width, weights, tiles, ("weight",))
+
+    def tiles(self, plan: Plan, num_tokens: int) -> tuple[TileChoice, ...]:
+        """The tile that runs a piece of `num_tokens` on a path."""
+        shape = WeightShape(self._packed_meta["weight"][0], *self._sizes[1:])
+        return dense_tiles_of(plan, {"linear": shape}, num_tokens, self.groups)
+
+    def _first_line(self, num_tokens: int) -> str:
+        plan, formats = self.plan(), (self._packed_meta["weight"][0],)
+        return first_line(plan, self.numerics, formats, self.tiles(plan, num_tokens))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x bfloat16 [T, K x G] -> y [T, N x G]. x is not written; y shares memory with nothing."""
@@ -97,6 +116,7 @@ class DenseLinear(Block):
 
         def compute(space: Space, piece: slice) -> None:
             count = y[piece].shape[0]
+            say_first(space, self._kind, count, lambda: self._first_line(count))
             dense = space.rows("linear_out", count)
             values = space.staged(x[piece]).view(count, groups, columns)
             weight = self.prepared("weight", space.path.name, space.path.prepare)

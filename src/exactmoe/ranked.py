@@ -26,7 +26,7 @@ from exactmoe.parallel.rank_bank import RankBank, digest, program_facts
 from exactmoe.parallel.rank_exchange import Hall, exchange_ranks
 from exactmoe.parallel.rank_wire import RankWire
 from exactmoe.plan import Explanation
-from exactmoe.routed import expert_regions, program
+from exactmoe.routed import expert_regions, program, say_once
 from exactmoe.runtime.workspace import Region
 
 # Of own tokens: what the current call, and its current piece, are padded to on every rank.
@@ -120,6 +120,10 @@ class RankedLayer(MoELayer):
         own = expert_regions(self.config, self.bank.own.num_experts, self.wire.rows(rows), storage)
         regions = block_regions(self.config, None, rows, storage) + (shared or [])
         return [*regions, *own, *self.wire.regions(rows, self.config, storage)]
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        return (self.bank.own.num_experts,)
 
     def explain(self, width: int = 8) -> Explanation:
         """As MoELayer.explain, of this rank's experts, with a token's way through the ranks."""
@@ -250,6 +254,7 @@ class RankedLayer(MoELayer):
         path = space.path
         if path.storage.reads_given and not lever("EXACTMOE_UNION"):
             raise Unsupported("EXACTMOE_UNION is off, and ranks run all tokens at once")
+        say_once(self, space, routed[0].numel())
         rows = Rows(x, None)
         if self.numerics.activation == "a8":
             codes = Rows(space.rows("x_codes", len(x)), space.rows("x_scales", len(x)))

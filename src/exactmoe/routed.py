@@ -21,6 +21,7 @@ from exactmoe.ops import Path, Storage
 from exactmoe.parallel import Answer, Cards, Message, Program, Vectors, Wire, exchange
 from exactmoe.parallel.cards import OWNER, arrays_of, prefixed
 from exactmoe.plan import TileChoice, first_line, tiles_of
+from exactmoe.plan.tiles import TILES
 from exactmoe.runtime import workspace
 from exactmoe.runtime.devices import capturing
 from exactmoe.runtime.routes import RouteTable
@@ -92,7 +93,7 @@ def answered(
         slots = routed_slots(layer, space, x, routed)
         return Answer(slots, routed, layer.config.num_experts, layer.numerics)
     message = Message(Rows(x, None), *routed)
-    _say_once(layer, space, message.ids.numel())
+    say_once(layer, space, message.ids.numel())
     if space.path.storage.reads_given and not lever("EXACTMOE_UNION"):
         raise Unsupported("EXACTMOE_UNION is off, and several cards run all tokens at once")
     if layer.numerics.activation == "a8":  # once, for all cards
@@ -110,7 +111,8 @@ def answered(
 
     arrays = tuple(own.arrays for own in space.cards)
     lanes = space.arena.lanes(cards.devices)
-    wire = Wire(space.path, arrays, lanes, layer.config, layer.lost, space.spans)
+    watched = (space.spans, layer.card_load)
+    wire = Wire(space.path, arrays, lanes, layer.config, layer.lost, *watched)
     return exchange(cards, wire, message, start)
 
 
@@ -131,7 +133,7 @@ def routed_slots(
     (ids, weights), bank = routed, layer.bank
     assert isinstance(bank, ExpertBank)
     slots = space.rows("slots", ids.numel())
-    _say_once(layer, space, ids.numel())
+    say_once(layer, space, ids.numel())
     if not space.path.storage.reads_given or lever("EXACTMOE_UNION"):
         _run(program(layer, bank, space, Message(Rows(x, None), ids, weights), layer.fault))
         return slots
@@ -209,15 +211,13 @@ def _launches(layer: "MoELayer", space: Space, table: RouteTable) -> list[RouteT
 
 def expert_tiles(layer: "MoELayer", num_slots: int) -> tuple[TileChoice, ...]:
     """The tiles that run the routed experts of a piece of S slots, on each card."""
-    plan, counts = layer.plan(), (layer.bank.num_experts,)
-    if layer.cards is not None:
-        counts = layer.cards.partition.counts
-    if plan.backend in _GPU_BACKENDS and not env.read("EXACTMOE_UNION"):
+    plan = layer.plan()
+    if plan.backend in TILES and not env.read("EXACTMOE_UNION"):
         num_slots = min(num_slots, layer.config.top_k)
-    return tiles_of(plan, layer.numerics, layer.bank.shapes, num_slots, counts)
+    return tiles_of(plan, layer.numerics, layer.bank.shapes, num_slots, layer.expert_counts)
 
 
-def _say_once(layer: "MoELayer", space: Space, num_slots: int) -> None:
+def say_once(layer: "MoELayer", space: Space, num_slots: int) -> None:
     """One line a path and tile, when it first runs."""
 
     def text() -> str:

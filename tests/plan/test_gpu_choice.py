@@ -8,7 +8,15 @@ import torch
 
 from exactmoe import Numerics
 from exactmoe.errors import ConfigError, Unsupported
-from exactmoe.plan import ARCHITECTURES, WeightShape, architectures, choose, tiles_of
+from exactmoe.plan import (
+    ARCHITECTURES,
+    WeightShape,
+    architectures,
+    choose,
+    dense_tiles_of,
+    first_line,
+    tiles_of,
+)
 from exactmoe.plan.architectures import require_one_architecture
 
 CARD = torch.device("cuda", 0)
@@ -137,13 +145,75 @@ def test_units_are_named(units, machine):
     assert f"units={units!r} run as bf16 units on a GPU in this version" in plan.reason
 
 
-def test_tiles_of_a_plan(machine, monkeypatch):
+SHAPES = (WeightShape("nvfp4", 512, 256), WeightShape("nvfp4", 512, 256))
+SHAPES = (*SHAPES, WeightShape("nvfp4", 256, 512))
+
+
+@pytest.fixture
+def sm_90(machine, monkeypatch):
     explain = importlib.import_module("exactmoe.plan.explain")
     monkeypatch.setattr(explain, "architecture_name", lambda device: "sm_90")
+
+
+def test_tiles_of_a_plan(sm_90):
     plan = choose(A16, CARD, "auto", EXPERTS)
-    assert [c.op for c in tiles_of(plan, 64, 8)] == ["gate_up", "down"]
-    assert [c.op for c in tiles_of(plan, 64)] == ["dense_mlp"]
-    assert tiles_of(choose(A16, torch.device("cpu")), 64, 8) == ()
+    tiles = tiles_of(plan, A16, SHAPES, 64, (8,))
+    assert [c.op for c in tiles] == ["gate_up", "down"]
+    assert {c.kernel for c in tiles} == {"kernels/cuda/experts.cu"}
+    dense = dense_tiles_of(plan, {"gate_up": SHAPES[0], "down": SHAPES[2]}, 64)
+    assert [(c.op, c.kernel) for c in dense] == [
+        ("dense gate_up", "kernels/triton/dense_mlp.py"),
+        ("dense down", "kernels/triton/dense_mlp.py"),
+    ]
+    plan = choose(A16, torch.device("cpu"))
+    assert tiles_of(plan, A16, SHAPES, 64, (8,)) == ()
+    assert dense_tiles_of(plan, {"down": SHAPES[2]}, 64) == ()
+
+
+def test_tiles_in_chains_are_those_that_run(sm_90):
+    """Class a8 and fp8 weights: the table's 128 tokens are 64 on the card."""
+    plan = choose(A8, CARD, "triton", SHAPES)
+    fp8 = tuple(shape._replace(format="fp8") for shape in SHAPES)
+    half = (SHAPES[0], SHAPES[1], fp8[2])
+    plain = tiles_of(plan, A16, SHAPES, 10_000, (8,))
+    assert [c.tile.tokens for c in plain] == [128, 128]
+    for numerics, shapes, tokens in (
+        (A8, SHAPES, [64, 64]),
+        (A16, fp8, [64, 64]),
+        (A16, half, [128, 64]),
+    ):
+        found = tiles_of(plan, numerics, shapes, 10_000, (8,))
+        assert [c.tile.tokens for c in found] == tokens
+        assert [c.tile.rows for c in found if c.tile.tokens == 64][-1:] == [64]
+        assert all("cut from 128 tokens" in c.reason for c in found if c.tile.tokens == 64)
+        assert [c.kernel for c in found] == ["kernels/triton/gate_up.py", "kernels/triton/down.py"]
+    (narrow, _) = tiles_of(plan, A8, SHAPES, 8, (8,))
+    assert narrow.reason.endswith("in chains of 128")
+
+
+def test_cards_of_different_tiles_are_told_apart(sm_90):
+    plan = choose(A16, CARD, "triton", EXPERTS)
+    alike = tiles_of(plan, A16, SHAPES, 64, (4, 4))
+    assert [c.op for c in alike] == ["gate_up", "down"]
+    apart = tiles_of(plan, A16, SHAPES, 64, (1, 64))
+    assert [c.op for c in apart] == [
+        "gate_up of card 0", "down of card 0", "gate_up of card 1", "down of card 1",
+    ]  # fmt: skip
+    assert [c.tile.tokens for c in apart] == [64, 64, 16, 16]
+
+
+def test_the_first_line(sm_90):
+    plan = choose(A16, CARD, "triton", EXPERTS)
+    tiles = tiles_of(plan, A16, SHAPES, 64, (8,))
+    line = first_line(plan, A16, ("nvfp4",) * 3, tiles)
+    assert line.startswith(
+        "backend triton on cuda:0 runs nvfp4, nvfp4, nvfp4: gate_up: kernels/triton/gate_up.py, "
+    )
+    assert "numerics: activation a16, units bf16, slot bf16, output bf16, router f32" in line
+    assert " | not cpu: it computes on a CPU" in line
+    assert "\n" not in line
+    plan = choose(A16, torch.device("cpu"))
+    assert "compiled loops of kernels/cpu" in first_line(plan, A16, ("bf16",), ())
 
 
 def test_cards_of_two_architectures(machine):

@@ -7,7 +7,7 @@ from exactmoe.plan.architectures import (
     require_one_architecture,
 )
 from exactmoe.plan.choose import BACKENDS, Plan, Rejected, WeightShape, backends, choose
-from exactmoe.plan.explain import Explanation, explain, tiles_of
+from exactmoe.plan.explain import Explanation, dense_tiles_of, explain, first_line, tiles_of
 from exactmoe.plan.tiles import Tile, TileChoice, tile
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "architecture_of",
     "backends",
     "choose",
+    "dense_tiles_of",
     "explain",
+    "first_line",
     "require_one_architecture",
     "tile",
     "tiles_of",

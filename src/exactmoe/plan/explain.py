@@ -2,8 +2,8 @@
 projection.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,17 @@ from exactmoe import env
 from exactmoe.config import Limits, Numerics
 from exactmoe.formats import PackedWeight, fp8_exact
 from exactmoe.plan.architectures import architecture_name
-from exactmoe.plan.choose import Plan
-from exactmoe.plan.tiles import TILES, TileChoice, choose_tile
+from exactmoe.plan.choose import Plan, WeightShape
+from exactmoe.plan.tiles import TILES, Tile, TileChoice, choose_tile, dense_tile, expert_tile
 
 PROJECTIONS = ("gate", "up", "down")
+
+
+_CUDA_KERNELS, _TRITON_KERNELS = "kernels/cuda/experts.cu", "kernels/triton/"
+_WITHOUT_TILES = {
+    "cpu": "compiled loops of kernels/cpu",
+    "reference": "plain loops of exactmoe.reference",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,9 @@ class Explanation:
             "formats": list(self.formats),
             "num_experts": self.num_experts,
             "fp8_experts": list(self.fp8_experts),
-            "tiles": {c.op: {**asdict(c.tile), "reason": c.reason} for c in self.tiles},
+            "tiles": {
+                c.op: {**asdict(c.tile), "reason": c.reason, "kernel": c.kernel} for c in self.tiles
+            },
             "switches": dict(self.switches),
             "cards": list(self.cards),
         }
@@ -107,12 +116,90 @@ def explain(
     )
 
 
-def tiles_of(plan: Plan, num_slots: int, num_experts: int | None = None) -> tuple[TileChoice, ...]:
-    """The tiles of the routed experts of a piece (None: of a dense MLP over `num_slots` rows)."""
+def tiles_of(
+    plan: Plan,
+    numerics: Numerics,
+    weights: Sequence[WeightShape],
+    num_slots: int,
+    counts: Sequence[int],
+) -> tuple[TileChoice, ...]:
+    """The tiles that run the routed experts of a piece; none on a CPU, whose loops have none.
+
+    weights: gate, up and down. counts: experts of each card; cards of equal tiles are told once.
+    """
+    if plan.backend not in TILES:
+        return ()
+    of_cards = [_expert_tiles(plan, numerics, weights, num_slots, count) for count in counts]
+    if len({tuple(choice.tile for choice in tiles) for tiles in of_cards}) == 1:
+        return of_cards[0]
+    return tuple(
+        replace(choice, op=f"{choice.op} of card {card}")
+        for card, tiles in enumerate(of_cards)
+        for choice in tiles
+    )
+
+
+def _expert_tiles(
+    plan: Plan, numerics: Numerics, weights: Sequence[WeightShape], num_slots: int, count: int
+) -> tuple[TileChoice, ...]:
+    name = architecture_name(torch.device(plan.device))
+    found = []
+    for op, weight, projections in (("gate_up", weights[0], 2), ("down", weights[2], 1)):
+        choice = choose_tile(plan.backend, name, op, num_slots, count)
+        if plan.backend == "cuda":
+            found.append(replace(choice, kernel=_CUDA_KERNELS))
+            continue
+        chained = numerics.activation == "a8" or weight.format == "fp8"
+        tile = expert_tile(choice.tile, projections, chained)
+        found.append(_changed(choice, tile, chained, f"{_TRITON_KERNELS}{op}.py"))
+    return tuple(found)
+
+
+def dense_tiles_of(
+    plan: Plan, weights: Mapping[str, WeightShape], num_tokens: int, groups: int = 1
+) -> tuple[TileChoice, ...]:
+    """The tiles that run the dense weights of a piece, by the name of the launch: "gate_up" is two
+    projections of these sizes as one, any other is one.
+    """
     if plan.backend not in TILES:
         return ()
     name = architecture_name(torch.device(plan.device))
-    if num_experts is None:
-        return (choose_tile(plan.backend, name, "dense_mlp", num_slots, 1),)
-    ops = ("gate_up", "down")
-    return tuple(choose_tile(plan.backend, name, op, num_slots, num_experts) for op in ops)
+    found = []
+    for op, weight in weights.items():
+        choice = choose_tile(plan.backend, name, "dense_mlp", num_tokens, 1)
+        projections, chained = 2 if op == "gate_up" else 1, weight.format == "fp8"
+        shape = (groups, weight.rows)
+        tile = dense_tile(choice.tile, projections, chained, shape, num_tokens)
+        choice = replace(choice, op=f"dense {op}")
+        kernel = "dense_mlp.py" if op in ("gate_up", "down") else "dense_linear.py"
+        found.append(_changed(choice, tile, chained, f"{_TRITON_KERNELS}{kernel}"))
+    return tuple(found)
+
+
+def _changed(choice: TileChoice, tile: Tile, chained: bool, kernel: str) -> TileChoice:
+    """The tile that a kernel takes for one of the table, and why it is another."""
+    reason = choice.reason
+    if chained and tile.tokens != choice.tile.tokens:
+        reason += f"; cut from {choice.tile.tokens} tokens: chains of 128 have two accumulators"
+    elif chained:
+        reason += "; in chains of 128"
+    return TileChoice(choice.op, tile, reason, kernel)
+
+
+def first_line(
+    plan: Plan, numerics: Numerics, formats: Sequence[str], tiles: Sequence[TileChoice]
+) -> str:
+    """What the log says when a path and tile first run: kernels, tiles, numerics, why no other.
+
+    The reasons of the tiles are left out: they name the width, and a line comes once a tile.
+    """
+    values = ", ".join(f"{name} {value}" for name, value in numerics.to_dict().items())
+    told = [f"{choice.op}: {choice.kernel}, {choice.tile}" for choice in tiles]
+    kernels = "; ".join(told) or _WITHOUT_TILES.get(plan.backend, plan.backend)
+    parts = [
+        f"backend {plan.backend} on {plan.device} runs {', '.join(formats)}: {kernels}",
+        f"numerics: {values}",
+        f"because: {plan.reason}",
+        *(f"not {r.backend}: {r.reason}" for r in plan.rejected),
+    ]
+    return " | ".join(parts)

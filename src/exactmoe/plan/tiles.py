@@ -45,14 +45,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileChoice:
-    """The tile of one op in a call, and why it is not another."""
+    """The tile of one op in a call, and why it is not another.
+
+    kernel: the source that computes it; "" where only the tile is asked for.
+    """
 
     op: str
     tile: Tile
     reason: str
+    kernel: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.tile} ({self.reason})"
+        kernel = f"{self.kernel}, " if self.kernel else ""
+        return f"{self.op}: {kernel}{self.tile} ({self.reason})"
 
 
 # Backend -> op -> tiles by ascending tokens. kernels/cuda/experts.cu fills shared memory with its
@@ -91,6 +96,50 @@ ON_ARCHITECTURE: dict[tuple[str, str], dict[str, tuple[Tile, ...]]] = {
         op: tuple(replace(tile, stages=2) for tile in tiles) for op, tiles in _TRITON.items()
     },
 }
+
+
+# Fewer programs leave multiprocessors of an H200 idle; fewer rows than half of the matrix unit's
+# waste more of it than idle ones do.
+_PROGRAMS, _FEWEST_ROWS = 128, 32
+
+
+def in_chains(tile: Tile, projections: int) -> Tile:
+    """The tile where k is cut in chains of 128 (`a8`, fp8): a step is a chain, and at most 64 rows
+    by 64 tokens leave registers for its second accumulator.
+    """
+    tokens = min(tile.tokens, 64)
+    return Tile(
+        tokens=tokens,
+        rows=min(tile.rows, 64 // projections),
+        matrix_rows=64,
+        columns=128,
+        warps=8 if tokens == 64 else 4,
+        stages=min(tile.stages, 3),
+    )
+
+
+def expert_tile(tile: Tile, projections: int, chained: bool) -> Tile:
+    """What the portable kernels make of a tile of the table for routed experts: gate and up, which
+    are one operand (projections=2), or down (1).
+    """
+    if chained:
+        tile = in_chains(tile, projections)
+    return replace(tile, matrix_rows=max(tile.matrix_rows, projections * tile.rows))
+
+
+def dense_tile(
+    tile: Tile, projections: int, chained: bool, shape: tuple[int, int], num_tokens: int
+) -> Tile:
+    """What the portable kernels make of a tile of the table for a dense weight of (groups, rows):
+    fewer rows where they would make too few programs; down alone has twice as many.
+    """
+    tile = replace(tile, rows=tile.rows * 2 // projections)
+    if chained:
+        tile = in_chains(tile, projections)
+    (groups, size), rows, tiles = shape, tile.rows, -(-num_tokens // tile.tokens)
+    while rows * projections > _FEWEST_ROWS and -(-size // rows) * tiles * groups < _PROGRAMS:
+        rows //= 2
+    return replace(tile, rows=rows, matrix_rows=max(64, rows * projections))
 
 
 def offered(backend: str) -> tuple[int, ...]:

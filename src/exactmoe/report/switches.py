@@ -25,20 +25,13 @@ def rows() -> list[dict[str, Any]]:
     return [
         {
             "name": switch.name,
-            "value": plain(env.read(switch.name)),
-            "default": plain(switch.default),
+            "value": env.plain(env.read(switch.name)),
+            "default": env.plain(switch.default),
             "allowed": switch.allowed,
             "meaning": switch.meaning,
         }
         for switch in env.SWITCHES.values()
     ]
-
-
-def plain(value: Any) -> str | int | None:
-    """A value as it is written in the environment; None: unset."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return value if value is None or isinstance(value, int) else str(value)
 
 
 def markdown() -> str:
@@ -51,4 +44,4 @@ def markdown() -> str:
 
 
 def _default(switch: env.Switch) -> str:
-    return "unset" if switch.default is None else str(plain(switch.default))
+    return "unset" if switch.default is None else str(env.plain(switch.default))

@@ -1,6 +1,5 @@
 """dense_mlp: dense FFN and shared expert."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,16 +7,13 @@ import triton
 from torch import Tensor
 
 from exactmoe.kernels.triton import dense_mlp as kernels
-from exactmoe.ops.triton.launch import Launch, architecture, chained, require_one_format
+from exactmoe.ops.triton.launch import Launch, architecture, require_one_format
 from exactmoe.ops.triton.prepare import TritonWeight
-from exactmoe.plan.tiles import Tile, tile
+from exactmoe.plan.tiles import Tile, dense_tile, tile
 
 DENSE_SEGMENT = 4096
 # Token tiles that go over all weight rows together: 8 of 128 tokens by 4096 of k are 8 MB of L2.
 _GROUP = 8
-# Fewer programs leave multiprocessors of an H200 idle; fewer rows than half of the matrix unit's
-# waste more of it than idle ones do.
-_PROGRAMS, _FEWEST_ROWS = 128, 32
 
 
 def dense_mlp(
@@ -113,19 +109,9 @@ def gate_up_launch(
 
 
 def fitted(tile: Tile, weight: TritonWeight, projections: int, num_tokens: int) -> Tile:
-    """The tile for gate and up, which are one operand, or for down with as many rows; fewer rows
-    where they would make too few programs.
-    """
-    tile = replace(tile, rows=tile.rows * 2 // projections)
-    if weight.format == "fp8":
-        tile = chained(tile, projections)
-    rows, tiles = tile.rows, triton.cdiv(num_tokens, tile.tokens)
-    while (
-        rows * projections > _FEWEST_ROWS
-        and triton.cdiv(weight.weight.rows, rows) * tiles * weight.weight.num_experts < _PROGRAMS
-    ):
-        rows //= 2
-    return replace(tile, rows=rows, matrix_rows=max(64, rows * projections))
+    """The tile for gate and up, which are one operand, or for down alone."""
+    shape = (weight.weight.num_experts, weight.weight.rows)
+    return dense_tile(tile, projections, weight.format == "fp8", shape, num_tokens)
 
 
 def dense_launch(

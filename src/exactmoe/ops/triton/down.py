@@ -7,9 +7,9 @@ from torch import Tensor
 from exactmoe.config import Numerics
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.triton import down as kernels
-from exactmoe.ops.triton.launch import Launch, architecture, chained, expert_grid, row_arguments
+from exactmoe.ops.triton.launch import Launch, architecture, expert_grid, row_arguments
 from exactmoe.ops.triton.prepare import TritonWeight
-from exactmoe.plan.tiles import Tile, tile
+from exactmoe.plan.tiles import Tile, expert_tile, tile
 from exactmoe.runtime.routes import RouteTable
 
 
@@ -33,8 +33,7 @@ def launch(
     architecture: str,
 ) -> Launch:
     """The launch with a given tile. rounded: to bfloat16."""
-    if h.scales is not None or down.format == "fp8":
-        tile = chained(tile, projections=1)
+    tile = expert_tile(tile, 1, chained=h.scales is not None or down.format == "fp8")
     size, columns, experts = down.weight.rows, down.weight.columns, down.weight.num_experts
     tiles, found_by = expert_grid(slots.shape[0], experts, tile)
     arguments = {

@@ -1,23 +1,22 @@
 """gate_up: the first two projections of the routed experts, and SwiGLU between them."""
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
 
+from exactmoe import env
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.triton import gate_up as kernels
+from exactmoe.kernels.triton.gate_then_up import gate_then_up
 from exactmoe.ops.triton.launch import (
     Launch,
     architecture,
-    chained,
     expert_grid,
     require_one_format,
     row_arguments,
 )
 from exactmoe.ops.triton.prepare import TritonWeight
-from exactmoe.plan.tiles import Tile, tile
+from exactmoe.plan.tiles import Tile, expert_tile, tile
 from exactmoe.runtime.routes import RouteTable
 
 
@@ -29,11 +28,21 @@ def gate_up(
     swiglu_limit: float | None,
     h: Tensor,
 ) -> None:
-    """rows [T, H] -> h [S, I] in place: `a16` bfloat16; `a8` float32, times weights [T, K]."""
+    """rows [T, H] -> h [S, I] in place: `a16` bfloat16; `a8` float32, times weights [T, K].
+
+    EXACTMOE_GATE_UP says in how many launches. Two need float32 between them: in `a8` that is h
+    itself; in `a16` it is allocated.
+    """
     experts = gate_up[0].weight.num_experts
     name = architecture(h.device)
     chosen = tile("triton", name, "gate_up", h.shape[0], experts)
-    launch(rows, gate_up, routes, (weights, swiglu_limit), h, chosen, name).run()
+    activation = (weights, swiglu_limit)
+    if env.read("EXACTMOE_GATE_UP") == "one":
+        launch(rows, gate_up, routes, activation, h, chosen, name).run()
+        return
+    sums = h if h.dtype == torch.float32 else torch.empty_like(h, dtype=torch.float32)
+    for part in launches(rows, gate_up, routes, activation, (sums, h), chosen, name):
+        part.run()
 
 
 def launch(
@@ -55,9 +64,7 @@ def launch(
     gate, up = gate_up
     require_one_format(gate, up)
     weights, swiglu_limit = activation
-    if rows.scales is not None or gate.format == "fp8":
-        tile = chained(tile, projections=2)
-    tile = replace(tile, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
+    tile = expert_tile(tile, 2, chained=rows.scales is not None or gate.format == "fp8")
     size, columns, experts = gate.weight.rows, gate.weight.columns, gate.weight.num_experts
     tiles, found_by = expert_grid(h.shape[0], experts, tile)
     arguments = {
@@ -82,3 +89,56 @@ def launch(
     }
     grid = (tiles * triton.cdiv(size, tile.rows),)
     return Launch(kernels.gate_up, grid, arguments, constants | found_by, tile, architecture)
+
+
+def launches(
+    rows: Rows,
+    gate_up: tuple[TritonWeight, TritonWeight],
+    routes: RouteTable,
+    activation: tuple[Tensor | None, float | None],
+    outputs: tuple[Tensor, Tensor],
+    tile: Tile,
+    architecture: str,
+) -> tuple[Launch, Launch]:
+    """The same in two launches with a given tile, whose rows of two projections become one's.
+
+    activation: (weights, swiglu_limit). outputs: (sums, h), sums float32 [S, I] between the two;
+    in `a8` it may be h.
+
+    Raises:
+        Unsupported: gate and up have different formats.
+    """
+    require_one_format(*gate_up)
+    (weights, swiglu_limit), (sums, h) = activation, outputs
+    tile = replace(tile, rows=2 * tile.rows, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
+    if rows.scales is not None or gate_up[0].format == "fp8":
+        tile = chained(tile, projections=1)
+    size, experts = gate_up[0].weight.rows, gate_up[0].weight.num_experts
+    tiles, found_by = expert_grid(h.shape[0], experts, tile)
+    grid = (tiles * triton.cdiv(size, tile.rows),)
+
+    def part(weight: TritonWeight, last: bool) -> Launch:
+        arguments = {
+            "x": row_arguments(rows),
+            "weight": weight.arguments,
+            "routes": (routes.offsets, routes.slots),
+            "weights": weight.factors if weights is None else weights,
+            "sums": (sums, sums.stride(0)),
+            "h": (h if rows.scales is not None else h.view(torch.int16), h.stride(0)),
+            "limit": 0.0 if swiglu_limit is None else float(swiglu_limit),
+            "num_experts": experts,
+            "top_k": h.shape[0] // max(rows.values.shape[0], 1),
+            "rows": size,
+        }
+        constants = {
+            "COLUMNS": weight.weight.columns,
+            "FORMAT": weight.format,
+            "SCALED": rows.scales is not None,
+            "DIVIDE": weight.divide,
+            "CLAMP": swiglu_limit is not None,
+            "LAST": last,
+        }
+        return Launch(gate_then_up, grid, arguments, constants | found_by, tile, architecture)
+
+    gate, up = gate_up
+    return part(gate, last=False), part(up, last=True)

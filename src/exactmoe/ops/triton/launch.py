@@ -78,21 +78,6 @@ def require_one_format(gate: TritonWeight, up: TritonWeight) -> None:
         )
 
 
-def chained(tile: Tile, projections: int) -> Tile:
-    """The tile where k is cut in chains of 128 (`a8`, fp8): a step is a chain, and at most 64 rows
-    by 64 tokens leave registers for its second accumulator.
-    """
-    tokens = min(tile.tokens, 64)
-    return Tile(
-        tokens=tokens,
-        rows=min(tile.rows, 64 // projections),
-        matrix_rows=64,
-        columns=128,
-        warps=8 if tokens == 64 else 4,
-        stages=min(tile.stages, 3),
-    )
-
-
 def row_arguments(rows: Rows) -> tuple[Any, ...]:
     """(values bfloat16 or codes uint8, row stride, scales, row stride); without scales the last two
     are not read.

@@ -1,5 +1,7 @@
 """The dimension `cards` of verify finds what several cards get wrong, and names the placement."""
 
+import sys
+
 from card_layers import on_cards
 from exactmoe.bank import Partition
 from exactmoe.parallel import dispatch
@@ -55,3 +57,9 @@ def test_a_layer_on_cards_is_compared_as_it_is(rng):
     cards.cards.tables[1].local[5:9] = cards.cards.tables[1].local[5:9].flip(0)
     report = proved(cards)
     assert [(d.dimension, d.case) for d in report.differences] == [("cards", "block: as it is")]
+
+
+def test_of_large_layers_two_placements_and_one_schedule(rng, monkeypatch):
+    monkeypatch.setattr(sys.modules["exactmoe.proof.dimensions.cards"], "_LARGE", 1)
+    layer = small_layer(rng)
+    assert proved(layer).dimensions["cards"].comparisons == 2 * 2 * 2 * (1 + 6 + 65)

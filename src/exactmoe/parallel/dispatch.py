@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from exactmoe.config import MoEConfig, Numerics
@@ -18,6 +19,7 @@ from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.ops import Path
 from exactmoe.parallel.cards import OWNER, Cards
+from exactmoe.runtime.card_load import CardLoad
 from exactmoe.runtime.devices import capturing
 from exactmoe.runtime.lanes import Lanes
 from exactmoe.runtime.spans import CallSpans, span
@@ -80,6 +82,7 @@ class Wire:
         config: of the layer.
         lost: int64 [1] on the owner; grows by the slots that no card, or more than one, has served.
         spans: what records the steps of the piece, if somebody profiles it.
+        load: what counts the slots of each card, if somebody asked for it.
     """
 
     path: Path
@@ -88,6 +91,7 @@ class Wire:
     config: MoEConfig
     lost: Tensor
     spans: CallSpans | None = None
+    load: CardLoad | None = None
 
     def rows(self, card: int, name: str, count: int) -> Tensor:
         """The first rows of an array of a card."""
@@ -337,6 +341,9 @@ class _Exchange:
         arrays = self.wire.arrays[OWNER]
         own, served = arrays["offsets"][-1:], arrays["served"]
         self.path.cards.count_served(self._owners, own, served, self.wire.lost)
+        if self.wire.load is not None:
+            counts, asked = torch.cat((own, served)).long(), (self._owners >= 0).sum()
+            self.wire.load.record(counts, asked, self.num_tokens, self.top_k)
 
 
 def _copy(parts: list[Part]) -> None:

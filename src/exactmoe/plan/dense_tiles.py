@@ -29,7 +29,7 @@ class DenseTile:
         rows: weight rows; in gate_up of gate and up together.
         chunks: 64 of k, in a stage.
         cluster: blocks that share their tokens.
-        blocks: of a multiprocessor; 2 let down begin while gate_up runs.
+        blocks: of a multiprocessor; with 2, down begins beside gate_up and both rings are smaller.
     """
 
     tokens: int
@@ -47,16 +47,19 @@ class DenseTile:
 
 DENSE_TILES = (
     DenseTile(8, 32, 4, 1, 2),
+    DenseTile(8, 32, 2, 1, 2),
+    DenseTile(8, 32, 4, 1, 1),
     DenseTile(16, 32, 4, 1, 2),
     DenseTile(16, 32, 4, 2, 2),
+    DenseTile(16, 32, 4, 2, 1),
     DenseTile(32, 32, 2, 2, 2),
     DenseTile(32, 32, 2, 4, 2),
     DenseTile(64, 32, 2, 4, 2),
     DenseTile(64, 64, 1, 4, 2),
+    DenseTile(64, 64, 2, 4, 1),
     DenseTile(64, 128, 1, 2, 1),
     DenseTile(64, 192, 1, 1, 1),
-    DenseTile(128, 32, 1, 4, 2),
-    DenseTile(128, 64, 1, 4, 2),
+    DenseTile(128, 64, 1, 4, 1),
     DenseTile(128, 128, 1, 2, 1),
     DenseTile(128, 128, 1, 4, 1),
     DenseTile(192, 64, 1, 4, 1),

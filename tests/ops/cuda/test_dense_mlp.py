@@ -107,7 +107,7 @@ def test_one_token(launched):
         "num_tokens": 1,
         "rows": 4096,
         "k": 2048,
-        "limit": 1.5,
+        "limit": 0.0,
     }
 
 
@@ -147,13 +147,14 @@ def test_boxes_fill_a_stage_and_the_grid_takes_every_item(launched, tokens, inne
         assert (clusters - 1) * rounds < items
 
 
-@pytest.mark.parametrize("tile", DENSE_TILES, ids=str)
-def test_shared_memory_holds_three_stages(tile):
-    for op in ("gate_up", "down"):
-        for columns in (4096, 12288):
-            variant = dense_mlp.variant_of(op, columns, tile)
-            assert 3 <= variant.stages <= 12
-            assert variant.shared_bytes <= 232448 // variant.blocks
+@pytest.mark.parametrize("tile", DENSE_TILES, ids=lambda tile: f"{tile} b{tile.blocks}")
+def test_shared_memory_holds_three_stages_and_both_blocks(tile):
+    for columns in (4096, 12288):
+        pair = [dense_mlp.variant_of(op, columns, tile) for op in ("gate_up", "down")]
+        assert all(3 <= variant.stages <= 12 for variant in pair)
+        assert all(variant.shared_bytes <= 232448 for variant in pair)
+        if all(variant.blocks == 2 for variant in pair):
+            assert sum(variant.shared_bytes + 1024 for variant in pair) <= 233472
 
 
 def test_no_tokens_launch_nothing(launched):
@@ -161,15 +162,22 @@ def test_no_tokens_launch_nothing(launched):
     assert launched == []
 
 
+def test_gate_up_alone(launched):
+    x, weights, h, _ = problem(1)
+    dense_mlp.dense_gate_up(x, weights[:2], 1.5, h)
+    assert [one.variant.op for one in launched] == ["gate_up"]
+
+
 def test_fits():
     x, weights, h, out = problem(3, 128, 192)
-    assert dense_mlp.fits(x, weights, h, out)
-    odd, _, _, wide = problem(3, 96, 192)
-    assert not dense_mlp.fits(odd, weights, h, wide)  # 96 is no multiple of 64
+    assert dense_mlp.fits(weights, (x, h, out))
+    odd = torch.zeros(3, 96, dtype=torch.bfloat16)
+    assert not dense_mlp.fits(weights, (odd, h, out))  # 96 is no multiple of 64
     parts = torch.zeros(3 * 128 + 8, dtype=torch.bfloat16)
-    assert dense_mlp.fits(parts[8:].view(3, 128), weights, h, out)
-    assert not dense_mlp.fits(parts[4:-4].view(3, 128), weights, h, out)  # 8 bytes past 16
+    assert dense_mlp.fits(weights, (parts[8:].view(3, 128), h))
+    assert not dense_mlp.fits(weights, (parts[4:-4].view(3, 128), h))  # 8 bytes past 16
     strided = torch.zeros(3, 132, dtype=torch.bfloat16)[:, :128]
-    assert not dense_mlp.fits(strided, weights, h, out)  # rows 264 bytes apart
+    assert not dense_mlp.fits(weights, (strided, h))  # rows 264 bytes apart
+    assert not dense_mlp.fits(weights, (x.T,))
     fp8 = PackedWeight("fp8", torch.zeros(1, 192, 128, dtype=torch.uint8), torch.ones(1, 2, 1))
-    assert not dense_mlp.fits(x, (prepare(fp8), *weights[1:]), h, out)
+    assert not dense_mlp.fits((prepare(fp8), *weights[1:]), (x, h, out))

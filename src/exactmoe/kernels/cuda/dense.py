@@ -14,8 +14,10 @@ _PARTS = (
 )
 CHUNK = 64  # of k: a row of 128 bytes
 SEGMENT = 4096  # contract section 4
-# Of dynamic shared memory: a block that owns its multiprocessor (sm_90), or half of one.
-_SHARED_BYTES = {1: 232448, 2: 115712}
+# Of dynamic shared memory a block may have this much (sm_90). Where a block of gate_up and one of
+# down lie on a multiprocessor together, down has more: its ring fills up while it waits for h.
+_SHARED_BYTES = 232448
+_BESIDE = {"gate_up": 77824, "down": 153600}
 _BARRIER_BYTES = 256
 _ALIGNMENT = 1024
 _STAGING_BYTES = 32 * 80
@@ -32,7 +34,7 @@ class Dense:
         tokens: the most tokens of a block.
         chunks: 64 of k, in a stage of the ring.
         cluster: blocks that share their tokens.
-        blocks: of a multiprocessor: 2 let down begin beside gate_up.
+        blocks: of a multiprocessor: with 2, a block of down begins beside one of gate_up.
         segmented: k is more than 4096.
     """
 
@@ -75,13 +77,18 @@ class Dense:
     @property
     def stages(self) -> int:
         """Of the ring, as many as fit."""
-        free = _SHARED_BYTES[self.blocks] - self._fixed_bytes
-        return min(_MOST_STAGES, free // self.stage_bytes)
+        most = _SHARED_BYTES if self.blocks == 1 else _BESIDE[self.op]
+        return min(_MOST_STAGES, (most - self._fixed_bytes) // self.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self._fixed_bytes + self.stages * self.stage_bytes
+        """Dynamic shared memory of a block. With 32 rows the matrix instruction reads as many
+        behind the last stage's.
+        """
+        eight = 1024 * (self.chunks if self.op == "gate_up" else 1)
+        weights = self.stages * self.rows * CHUNK * 2 * self.chunks
+        behind = 4 * eight if self.rows < 64 else 0
+        return self._fixed_bytes + max(self.stages * self.stage_bytes, weights + behind)
 
     @property
     def widths(self) -> tuple[int, ...]:

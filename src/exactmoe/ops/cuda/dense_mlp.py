@@ -1,6 +1,7 @@
 """dense_mlp of bf16 weights on sm_90: which kernel, how many blocks, which arguments."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,9 +42,12 @@ class DenseLaunch:
     out: Tensor
     limit: float
 
-    def run(self) -> None:
-        """Queues it on the current stream, down right behind its gate_up: it reads weights while
-        gate_up still runs.
+    def run(self, early: bool) -> None:
+        """Queues it on the current stream.
+
+        Args:
+            early: it may start while the kernel before it ends. gate_up waits for that at once;
+                down reads weights before it waits, so these must be older.
         """
         variant, device = self.variant, self.out.device.index
         num_tokens, columns = self.tokens.shape
@@ -58,7 +62,7 @@ class DenseLaunch:
         ]
         grid = (self._clusters(device) * variant.cluster, 1, variant.threads)
         stream = torch.cuda.current_stream(device).cuda_stream
-        kernel(variant).launch(device, stream, grid, arguments, True)
+        kernel(variant).launch(device, stream, grid, arguments, early)
 
     def _clusters(self, device: int) -> int:
         """Of the grid: as few as take their items in as few rounds as all together."""
@@ -70,11 +74,9 @@ class DenseLaunch:
         return -(-items // rounds)
 
 
-def fits(
-    x: Tensor, weights: tuple[TritonWeight, TritonWeight, TritonWeight], h: Tensor, out: Tensor
-) -> bool:
-    """Whether these kernels compute it: bf16 weights, sizes multiples of 64, rows where tensor
-    copies can read them.
+def fits(weights: Sequence[TritonWeight], rows: Sequence[Tensor]) -> bool:
+    """Whether these kernels read the weights, and read and write the rows: bf16, columns in
+    multiples of 64, and each row where tensor copies can read it.
     """
     matrices = [weight.weight.codes[0] for weight in weights]
     return all(weight.format == "bf16" for weight in weights) and all(
@@ -82,7 +84,7 @@ def fits(
         and tensor.stride(1) == 1
         and tensor.stride(0) * tensor.element_size() % _ALIGNMENT == 0
         and tensor.data_ptr() % _ALIGNMENT == 0
-        for tensor in (x, h, out, *matrices)
+        for tensor in (*matrices, *rows)
     )
 
 
@@ -96,16 +98,34 @@ def dense_mlp(
     """x bfloat16 [T, H] -> out float32 [T, H] before its rounding; h bfloat16 [T, I] is scratch."""
     if x.shape[0] == 0:
         return
-    gate, up, down = (weight.weight.codes[0] for weight in weights)
+    dense_gate_up(x, weights[:2], swiglu_limit, h)
+    down = weights[2].weight.codes[0]
+    # Behind its gate_up, which started when everything older had ended.
+    _launch("down", (down, down), h, out, 0.0).run(early=True)
+
+
+def dense_gate_up(
+    x: Tensor,
+    gate_up: tuple[TritonWeight, TritonWeight],
+    swiglu_limit: float | None,
+    h: Tensor,
+) -> None:
+    """The first half: x bfloat16 [T, H] -> h bfloat16 [T, I]."""
+    if x.shape[0] == 0:
+        return
+    gate, up = (weight.weight.codes[0] for weight in gate_up)
     limit = _NO_CLAMP if swiglu_limit is None else float(swiglu_limit)
-    for op, matrices, tokens, result in (
-        ("gate_up", (gate, up), x, h),
-        ("down", (down, down), h, out),
-    ):
-        rows, columns = matrices[0].shape
-        problem = DenseProblem(op, rows, columns, x.shape[0], _processors(x.device.index))
-        variant = variant_of(op, columns, dense_tile(problem))
-        DenseLaunch(variant, matrices, tokens, result, limit).run()
+    _launch("gate_up", (gate, up), x, h, limit).run(early=True)
+
+
+def _launch(
+    op: str, weights: tuple[Tensor, Tensor], tokens: Tensor, out: Tensor, limit: float
+) -> DenseLaunch:
+    """With the tile of the table."""
+    rows, columns = weights[0].shape
+    problem = DenseProblem(op, rows, columns, tokens.shape[0], _processors(out.device.index))
+    variant = variant_of(op, columns, dense_tile(problem))
+    return DenseLaunch(variant, weights, tokens, out, limit)
 
 
 def variant_of(op: str, columns: int, tile: DenseTile) -> Dense:

@@ -39,9 +39,14 @@ class DenseMLP(Block):
         output: str = "bf16",
     ) -> None:
         super().__init__(limits, backend)
-        self.bank = ExpertBank(
+        bank = ExpertBank(
             _one_expert("gate", gate), _one_expert("up", up), _one_expert("down", down)
         )
+        self._hold(bank, swiglu_limit, output)
+
+    def _hold(self, bank: ExpertBank, swiglu_limit: float | None, output: str) -> None:
+        """Takes the weights, and ends the making of the layer."""
+        self.bank = bank
         self.swiglu_limit = checked_swiglu_limit(swiglu_limit)
         self.numerics = Numerics(output=output)
         self._kind = hash((self.bank.shapes, output))

@@ -30,4 +30,4 @@ class BitMismatch(ExactMoEError, AssertionError):
 
 
 class RankLost(ExactMoEError, RuntimeError):
-    """A rank of torch.distributed died or does not answer; the message says which, where it can."""
+    """A rank of torch.distributed died, failed or does not answer; the message says which."""

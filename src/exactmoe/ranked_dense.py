@@ -1,6 +1,6 @@
 """RankedDense: a dense MLP whose output rows are spread over ranks, with the bits of one card."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,14 @@ from torch import Tensor
 from exactmoe import ops
 from exactmoe.bank import ExactModule
 from exactmoe.block import Block, Space
-from exactmoe.config import Limits, Numerics, checked_swiglu_limit
+from exactmoe.config import Limits
 from exactmoe.dense import DenseMLP, dense_path
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
-from exactmoe.ops import Path, Storage
-from exactmoe.parallel.rank_bank import digest
+from exactmoe.ops import CANONICAL, Path, Storage
 from exactmoe.parallel.ranks import Ranks
 from exactmoe.parallel.row_cut import RowCut
-from exactmoe.plan import Explanation
+from exactmoe.plan import Explanation, WeightShape
 from exactmoe.runtime.workspace import Region
 
 _NAMES = ("gate", "up", "down")
@@ -26,6 +25,8 @@ _NAMES = ("gate", "up", "down")
 
 class CutWeights(ExactModule):
     """This rank's rows of gate, up [I / R, H] and down [H / R, I] of a dense MLP."""
+
+    layout = CANONICAL
 
     def __init__(self, gate: PackedWeight, up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()
@@ -58,6 +59,20 @@ class CutWeights(ExactModule):
         return self.packed("down")
 
     @property
+    def shapes(self) -> tuple[WeightShape, ...]:
+        """Format, rows and columns of gate, up and down on this rank."""
+        return tuple(
+            WeightShape.of(self._packed_meta[name][0], self.get_buffer(f"{name}_codes"))
+            for name in _NAMES
+        )
+
+    @property
+    def formats(self) -> tuple[str, str, str]:
+        """Formats of gate, up and down."""
+        gate, up, down = (self._packed_meta[name][0] for name in _NAMES)
+        return gate, up, down
+
+    @property
     def nbytes(self) -> int:
         """Bytes on this rank."""
         return sum(buffer.nbytes for buffer in self.buffers())
@@ -75,52 +90,44 @@ class RankedDense(DenseMLP):
     and h and the results are gathered. Every rank calls it in the same order.
 
     Args:
-        whole: gate, up [I, H] and down [H, I] of one expert, the same on every rank; this rank's
-            rows are kept, as views (`copy`: copies, so that the rest may go).
+        own: this rank's rows of gate, up and down (`own_rows`).
+        cut: how the rows of h and of y are cut (`cuts`).
         ranks: the processes.
         swiglu_limit, limits, backend, output: as of DenseMLP.
 
     Raises:
-        ConfigError: the rows cannot be cut over so many ranks (`cuts` says it before), or the ranks
-            disagree.
+        ConfigError: the rows are others than the cut gives this rank, or the ranks disagree.
     """
 
     bank: CutWeights  # type: ignore[assignment]
 
     def __init__(
         self,
-        whole: tuple[PackedWeight, PackedWeight, PackedWeight],
+        own: tuple[PackedWeight, PackedWeight, PackedWeight],
+        cut: tuple[RowCut, RowCut],
         ranks: Ranks,
         swiglu_limit: float | None = None,
         limits: Limits | None = None,
         backend: str = "auto",
         output: str = "bf16",
-        copy: bool = False,
     ) -> None:
         Block.__init__(self, limits, backend)
-        cut = cuts(whole, ranks.size)
-        if cut is None:
-            found = [(weight.format, weight.rows) for weight in whole]
+        (gate, up, down), (inner, outer), rank = own, cut, ranks.rank
+        found = [(weight.rows, weight.columns) for weight in own]
+        rows = inner.count(rank)
+        asked = [(rows, outer.rows), (rows, outer.rows), (outer.count(rank), inner.rows)]
+        if found != asked:
             raise ConfigError(
-                f"gate, up and down are {found} (format, rows), which {ranks.size} ranks cannot "
-                "cut; allowed: a block of 16 rows (FP8: 128) for each rank, not MXFP4"
+                f"gate, up and down are {found} (rows, columns); the cut gives rank {rank} {asked}"
             )
-        self.ranks, (self.inner, self.outer) = ranks, cut
-        taken = [
-            rows.taken(weight, ranks.rank)
-            for weight, rows in zip(whole, (self.inner, self.inner, self.outer), strict=True)
-        ]
-        self.bank = CutWeights(*(_copied(weight) if copy else weight for weight in taken))
-        self.swiglu_limit = checked_swiglu_limit(swiglu_limit)
-        self.numerics = Numerics(output=output)
-        self._ready()
+        self.ranks, self.inner, self.outer = ranks, inner, outer
+        self._hold(CutWeights(gate, up, down), swiglu_limit, output)  # type: ignore[arg-type]
         facts = {
-            "its rows": (self.inner.bounds, self.outer.bounds),
-            "its formats": [weight.format for weight in whole],
+            "its rows": (inner.bounds, outer.bounds),
+            "its formats": [weight.format for weight in own],
             "swiglu_limit": self.swiglu_limit,
             "max_rows": self.max_rows,
             "the backend": self.plan().backend,
-            "its global scales": [_scalar(weight) for weight in whole],
         }
         ranks.agree(f"a dense MLP on {ranks}", facts)
 
@@ -180,23 +187,23 @@ class RankedDense(DenseMLP):
 
 
 def cuts(
-    whole: tuple[PackedWeight, PackedWeight, PackedWeight], num_ranks: int
+    formats: Sequence[str], hidden_size: int, intermediate_size: int, num_ranks: int
 ) -> tuple[RowCut, RowCut] | None:
-    """How the rows of h and of y are cut; None where they cannot be."""
-    gate, up, down = whole
-    inner = [RowCut.of(weight.format, weight.rows, num_ranks) for weight in (gate, up)]
-    outer = RowCut.of(down.format, down.rows, num_ranks)
+    """How the rows of h and of y are cut over ranks; None where they cannot be.
+
+    formats: of gate, up and down.
+    """
+    gate, up, down = formats
+    inner = [RowCut.of(format, intermediate_size, num_ranks) for format in (gate, up)]
+    outer = RowCut.of(down, hidden_size, num_ranks)
     if inner[0] is None or inner[0] != inner[1] or outer is None:
         return None
     return inner[0], outer
 
 
-def _copied(weight: PackedWeight) -> PackedWeight:
-    scales = None if weight.scales is None else weight.scales.clone()
-    return replace(weight, codes=weight.codes.clone(), scales=scales)
-
-
-def _scalar(weight: PackedWeight) -> str:
-    holder = torch.nn.Module()
-    holder.register_buffer("x", weight.global_scale)
-    return digest(holder)
+def own_rows(
+    whole: tuple[PackedWeight, PackedWeight, PackedWeight], cut: tuple[RowCut, RowCut], rank: int
+) -> tuple[PackedWeight, PackedWeight, PackedWeight]:
+    """A rank's rows of gate, up [I, H] and down [H, I] of one expert: views."""
+    (gate, up, down), (inner, outer) = whole, cut
+    return inner.taken(gate, rank), inner.taken(up, rank), outer.taken(down, rank)

@@ -211,6 +211,29 @@ def test_refusals(pool):
             assert part in text
 
 
+def failing(ranks: Ranks) -> str:
+    """Rank 1 fails while the others wait in `agree`, or at the end of the same work."""
+    said = []
+    for waits in (True, False):
+        try:
+            with ranks.together():
+                if ranks.rank == 1:
+                    raise ValueError("no room here")
+                if waits:
+                    ranks.agree("a layer", {"k": 1})
+        except (RankLost, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    ranks.agree("a layer", {"k": 1})
+    return "; ".join(dict.fromkeys(said))
+
+
+def test_what_fails_on_one_rank_fails_on_all(pool):
+    first, second, third = pool.run(failing, 3)
+    assert second == "ValueError: no room here"
+    assert first == third
+    assert first == "RankLost: another rank has failed: rank 1: ValueError: no room here"
+
+
 def lost_ranks(rank: int) -> list[str]:
     """Rank 1 comes too late, then it hangs, then it dies."""
     first, second, third = (

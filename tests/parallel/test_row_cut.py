@@ -9,7 +9,7 @@ from exactmoe.parallel.rank_wire import RankWire
 from exactmoe.parallel.ranks import Ranks
 from exactmoe.parallel.row_cut import RowCut
 from exactmoe.ranked import RankedLayer
-from exactmoe.ranked_dense import RankedDense
+from exactmoe.ranked_dense import RankedDense, cuts, own_rows
 from layers import assert_same_bits, fp8_blocks, normal
 from rank_processes import SIZES
 from small_layers import EXPERTS, small_layer
@@ -51,6 +51,14 @@ def weights(rng, format: str, hidden: int, inner: int) -> tuple[PackedWeight, ..
     return tuple(one_expert(format, normal(rng, *shape, scale=0.1).float()) for shape in shapes)
 
 
+def cut_dense(whole, ranks: Ranks, **settings) -> RankedDense:
+    """The rows of this rank, of weights that every rank has."""
+    formats = [weight.format for weight in whole]
+    cut = cuts(formats, whole[0].columns, whole[0].rows, ranks.size)
+    assert cut is not None
+    return RankedDense(own_rows(whole, cut, ranks.rank), cut, ranks, **settings)
+
+
 DENSE = [("bf16", 64, 96), ("nvfp4", 112, 64), ("fp8", 512, 512), ("bf16", 4160, 64)]
 
 
@@ -62,7 +70,7 @@ def dense(ranks: Ranks) -> int:
             whole = weights(rng, format, hidden, inner)
             settings = {"swiglu_limit": 1.5, "limits": Limits(max_rows=32), "backend": backend}
             alone = DenseMLP(*whole, **settings)
-            cut = RankedDense(whole, ranks, copy=hidden == 64, **settings)
+            cut = cut_dense(whole, ranks, **settings)
             assert ranks.size == 1 or cut.bank.nbytes < alone.bank.nbytes
             for width in (1, 6, 65):
                 x = normal(rng, width, hidden)
@@ -80,7 +88,7 @@ def whole_block(ranks: Ranks) -> str:
     rng = torch.Generator().manual_seed(32)
     layer = small_layer(rng)
     parts = (layer.shared.bank.gate, layer.shared.bank.up, layer.shared.bank.down)
-    shared = RankedDense(parts, ranks, swiglu_limit=10.0)
+    shared = cut_dense(parts, ranks, swiglu_limit=10.0)
     wire = RankWire(ranks, EXPERTS)
     cut = RankedLayer(layer.config, layer.bank, wire, layer.router, shared)
     for width in (1, 6, 65):
@@ -103,13 +111,13 @@ def refused(ranks: Ranks) -> list[str]:
     layer: MoELayer = small_layer(rng)
     parts = (layer.shared.bank.gate, layer.shared.bank.up, layer.shared.bank.down)
     for make in (
-        lambda: RankedDense(weights(rng, "mxfp4", 64, 64), ranks),
+        lambda: RankedDense(parts, cuts(("bf16",) * 3, 64, 64, ranks.size), ranks),
         lambda: RankedLayer(
             layer.config,
             layer.bank,
             RankWire(ranks, EXPERTS, tokens="own"),
             layer.router,
-            RankedDense(parts, ranks),
+            cut_dense(parts, ranks),
         ),
     ):
         try:
@@ -120,6 +128,7 @@ def refused(ranks: Ranks) -> list[str]:
 
 
 def test_refusals(pool):
-    for mxfp4, own in pool.run(refused, 2):
-        assert "('mxfp4', 64)" in mxfp4 and "allowed: a block of 16 rows" in mxfp4
+    for uncut, own in pool.run(refused, 2):
+        assert "gate, up and down are [(64, 64), " in uncut
+        assert "(rows, columns); the cut gives rank" in uncut
         assert "tokens is 'own'" in own and "cut by output rows" in own

@@ -35,6 +35,33 @@ class RankTraffic:
     back: int
 
 
+@dataclass(frozen=True, eq=False)
+class RankPlacement:
+    """How a model lies over ranks. None of it can change a bit.
+
+    Attributes:
+        ranks: the processes.
+        partition: who owns which expert, in every layer; None: even.
+        returns: "auto", "slots" or "partials", as of cards (config.Placement).
+        cut_dense: shared experts and dense MLPs are cut by output rows where they can be, at the
+            price of two gathers each; False: whole on every rank.
+    """
+
+    ranks: Ranks
+    partition: Partition | None = None
+    returns: str = "auto"
+    cut_dense: bool = True
+
+    def __post_init__(self) -> None:
+        for name, kind in (("ranks", Ranks), ("cut_dense", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a {kind.__name__}")
+
+    def wire(self, num_experts: int) -> "RankWire":
+        """How the ranks of a layer work together; tokens are replicated."""
+        return RankWire(self.ranks, num_experts, self.partition, returns=self.returns)
+
+
 class RankWire:
     """How the ranks of a layer work together.
 

@@ -6,7 +6,8 @@ read on the host. A failure says which rank does not answer, where that can be f
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -121,10 +122,39 @@ class Ranks:
         self._run("merge_own", lambda: scatter(mine, words, group=self.group))
 
     def objects(self, mine: Any) -> list[Any]:
-        """What each rank gave, by rank. Waits for all; for starts and checks, not for calls."""
+        """What each rank gave, by rank. Waits for all; for starts and checks, not for calls.
+
+        Raises:
+            RankLost: a rank raised an error in `together` instead; the message has it.
+        """
+        found = self._told((mine, None))
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(found) if error]
+        if failed:
+            raise RankLost(f"another rank has failed: {'; '.join(failed)}")
+        return [value for value, _ in found]
+
+    def _told(self, mine: tuple[Any, str | None]) -> list[tuple[Any, str | None]]:
+        """A value, or the error that a rank met, of each rank."""
         found: list[Any] = [None] * self.size
         self._run("objects", lambda: dist.all_gather_object(found, mine, group=self.group))
         return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work that fails on all ranks if it fails on one: the others would wait for it in vain.
+        Inside, ranks talk by `objects` and `agree` only.
+
+        Raises:
+            RankLost: another rank raised an error; the message has it.
+        """
+        try:
+            yield
+        except RankLost:
+            raise
+        except Exception as error:
+            self._told((None, f"{type(error).__name__}: {error}"))
+            raise
+        self.objects(None)
 
     def agree(self, what: str, fields: Mapping[str, Any]) -> None:
         """Compare some facts of every rank with each other.

@@ -5,7 +5,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
+from exactmoe.bank import busiest
 from exactmoe.bank.partition import Partition
 from exactmoe.errors import CheckpointError, ConfigError
 from exactmoe.report import route_load as load
@@ -40,10 +42,8 @@ def test_loads_of_runs_of_tokens():
 
 def test_union_of_consecutive_tokens():
     found = routes([[0, 1], [1, 2], [2, 3]])
-    assert load.union(found, 1) == 2
-    assert load.union(found, 2) == 3
-    assert load.union(found, 3) == 4
-    assert math.isnan(load.union(found, 4))
+    assert load.unions(found, 3) == [2, 3, 4]
+    assert math.isnan(load.unions(found, 4)[3])
     assert load.uniform_union(4, 2, 1) == 2
     assert load.uniform_union(4, 2, 2) == 3
     assert load.uniform_union(4, 4, 9) == 4
@@ -53,8 +53,40 @@ def test_uniform_routing_meets_the_uniform_curve():
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((4000, 16)), axis=1)[:, :4]
     for width in (1, 2, 8):
-        found = load.union(routes(ids, 16), width)
+        found = load.unions(routes(ids, 16))[width - 1]
         assert found == pytest.approx(load.uniform_union(16, 4, width), rel=0.01)
+
+
+def slowly(ids, num_experts, width):
+    """Distinct experts of all windows, one by one."""
+    windows = [ids[first : first + width] for first in range(len(ids) - width + 1)]
+    return np.mean(
+        [len({e for e in w.flatten().tolist() if 0 <= e < num_experts}) for w in windows]
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 18, 200])
+def test_unions_are_those_that_are_counted_window_by_window(tokens):
+    """Also at the ends of a trace, with absent experts, and with ids that repeat in a token."""
+    rng = np.random.default_rng(tokens)
+    for num_experts in (3, 40):
+        ids = rng.integers(-1, num_experts + 2, (tokens, 3)).astype(np.int32)
+        found = load.unions(routes(ids, num_experts))
+        for width in range(1, min(tokens, 16) + 1):
+            assert found[width - 1] == pytest.approx(slowly(ids, num_experts, width), abs=1e-12)
+        assert all(map(math.isnan, found[tokens:]))
+
+
+def test_loads_and_shares_are_those_of_the_table_of_loads():
+    rng = np.random.default_rng(1)
+    found = routes(rng.integers(-1, 9, (50, 3)), 8)
+    counts = load.loads(found).sum(0)
+    assert load.relative_load(found) == pytest.approx(counts * 8 / counts.sum())
+    partition = Partition((0, 1, 2, 0, 1, 2, 0, 1))
+    shares = load.shares("p", {0: partition}, RouteTrace({0: found}), (1, 4, 7))
+    for width, share in shares.by_width.items():
+        calls = torch.from_numpy(load.loads(found, width))
+        assert share == pytest.approx(busiest(partition, calls) / float(calls.sum(1).mean()))
 
 
 def test_share_of_the_busiest_card():
@@ -114,7 +146,7 @@ def test_the_placement_file(tmp_path):
 def test_the_page_holds_its_pictures_and_no_foreign_html(tmp_path):
     trace = skewed()
     found = examine(trace, 2, {"<b>mine</b>": {1: Partition((0, 1, 0, 1))}})
-    files = write(tmp_path, "<i>model</i>", trace, found, 2)
+    files = write(tmp_path, "<i>model</i>", found, 2)
     names = ["routes.html", "load.png", "union.png", "cards.png", "placement.json"]
     assert files == [str(tmp_path / name) for name in names]
     text = (tmp_path / "routes.html").read_text(encoding="utf-8")

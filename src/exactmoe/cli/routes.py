@@ -48,7 +48,7 @@ def command(
             files.append(str(folder / "routes.npz"))
         say("examining the routes")
         found = examine(recorded, over, given)
-        files = write(folder, Path(path).name, recorded, found, over) + files
+        files = write(folder, Path(path).name, found, over) + files
     if running.json:
         print_json({"path": path, "cards": over, "files": files, **found.to_dict()})
     else:
@@ -88,7 +88,7 @@ def _recorded(path: str, file: str, running: options.Running) -> RouteTrace:
 
 def _show(found: Findings, over: int, files: list[str]) -> None:
     typer.echo(f"{found.tokens:,} tokens")
-    for row in found.layers:
+    for row in found.layers():
         lost = f", {row['lost']:,} tokens lost" if row["lost"] else ""
         typer.echo(
             f"layer {row['layer']} ({row['routing']}): expert {row['busiest']} has "

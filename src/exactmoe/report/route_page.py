@@ -24,7 +24,7 @@ class Findings:
 
     Attributes:
         tokens: of the layer that has most.
-        layers: facts of each layer, plain values.
+        counted: what was counted in each layer.
         union: width -> distinct experts, mean over layers.
         uniform: the same under uniform routing.
         shares: of the busiest card, one entry a placement.
@@ -32,7 +32,7 @@ class Findings:
     """
 
     tokens: int
-    layers: list[dict[str, Any]]
+    counted: dict[int, load.Counted]
     union: dict[int, float]
     uniform: dict[int, float]
     shares: list[load.Shares]
@@ -42,11 +42,32 @@ class Findings:
         """Plain values, for JSON."""
         return {
             "tokens": self.tokens,
-            "layers": self.layers,
+            "layers": self.layers(),
             "union": {width: round(value, 3) for width, value in self.union.items()},
             "uniform_union": {width: round(value, 3) for width, value in self.uniform.items()},
             "busiest_card_share": {part.name: part.by_width for part in self.shares},
         }
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Facts of each layer, plain values."""
+        found = []
+        for index, one in self.counted.items():
+            relative = one.relative_load
+            busiest = int(relative.argmax())
+            found.append(
+                {
+                    "layer": index,
+                    "routing": "hash" if one.is_hashed else "score",
+                    "experts": one.num_experts,
+                    "top_k": one.top_k,
+                    "tokens": one.tokens,
+                    "lost": one.lost,
+                    "busiest": busiest,
+                    "busiest_load": round(float(relative[busiest]), 3),
+                    "never": int((relative == 0).sum()),
+                }
+            )
+        return found
 
 
 def examine(
@@ -78,15 +99,12 @@ def examine(
         **(given or {}),
         "by route load": load.placed(made_from, num_cards),
     }
-    routes = trace.layers.values()
+    found = load.counted(trace)
     return Findings(
-        tokens=max(len(r.steps) for r in routes),
-        layers=_layers(trace),
-        union={w: float(np.mean([load.union(r, w) for r in routes])) for w in load.WIDTHS},
-        uniform={
-            w: float(np.mean([load.uniform_union(r.num_experts, r.top_k, w) for r in routes]))
-            for w in load.WIDTHS
-        },
+        tokens=max(one.tokens for one in found.values()),
+        counted=found,
+        union=_means([one.unions for one in found.values()]),
+        uniform=_means([one.uniform_unions for one in found.values()]),
         shares=[
             load.shares(name, placement, measured_on, SHARE_WIDTHS)
             for name, placement in compared.items()
@@ -95,36 +113,20 @@ def examine(
     )
 
 
-def _layers(trace: RouteTrace) -> list[dict[str, Any]]:
-    found = []
-    for index, routes in trace.layers.items():
-        relative = load.relative_load(routes)
-        busiest = int(relative.argmax())
-        found.append(
-            {
-                "layer": index,
-                "routing": "hash" if routes.is_hashed else "score",
-                "experts": routes.num_experts,
-                "top_k": routes.top_k,
-                "tokens": len(routes.steps),
-                "lost": routes.lost,
-                "busiest": busiest,
-                "busiest_load": round(float(relative[busiest]), 3),
-                "never": int((relative == 0).sum()),
-            }
-        )
-    return found
+def _means(of_layers: list[list[float]]) -> dict[int, float]:
+    """Width -> mean over the layers."""
+    return dict(zip(load.WIDTHS, np.mean(of_layers, axis=0).tolist(), strict=True))
 
 
-def write(folder: Path, name: str, trace: RouteTrace, found: Findings, num_cards: int) -> list[str]:
+def write(folder: Path, name: str, found: Findings, num_cards: int) -> list[str]:
     """Write routes.html, load.png, union.png, cards.png and placement.json; returns their paths.
 
     Raises:
         Unsupported: matplotlib is not installed.
     """
     images = {
-        "load.png": pictures.load_map(trace),
-        "union.png": pictures.union_curves(trace),
+        "load.png": pictures.load_map(found.counted),
+        "union.png": pictures.union_curves(found.counted),
         "cards.png": pictures.share_bars(found.shares, num_cards),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +156,7 @@ def _sections(found: Findings, images: dict[str, bytes], num_cards: int) -> Sequ
                     str(row["layer"]), row["routing"], row["experts"], row["top_k"],
                     str(row["busiest"]), row["busiest_load"], row["never"],
                 )
-                for row in found.layers
+                for row in found.layers()
             ],
         ),
         Section(

@@ -1,27 +1,26 @@
 """The pictures of a trace, as PNGs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from exactmoe.report.drawing import figure_of, png
-from exactmoe.report.route_load import WIDTHS, Shares, relative_load, uniform_union, union
-from exactmoe.report.route_trace import RouteTrace
+from exactmoe.report.route_load import WIDTHS, Counted, Shares
 
 
-def load_map(trace: RouteTrace) -> bytes:
+def load_map(layers: Mapping[int, Counted]) -> bytes:
     """A row a layer, a column an expert: its load over the mean of the layer.
 
     Raises:
         Unsupported: matplotlib is not installed.
     """
-    figure = figure_of(1.8 + min(0.42 * len(trace.layers), 9.0))
+    figure = figure_of(1.8 + min(0.42 * len(layers), 9.0))
     from matplotlib import colors
 
-    most = max(routes.num_experts for routes in trace.layers.values())
-    table = np.full((len(trace.layers), most), np.nan)
-    for row, routes in enumerate(trace.layers.values()):
-        table[row, : routes.num_experts] = relative_load(routes)
+    most = max(routes.num_experts for routes in layers.values())
+    table = np.full((len(layers), most), np.nan)
+    for row, routes in enumerate(layers.values()):
+        table[row, : routes.num_experts] = routes.relative_load
     panel = figure.subplots()
     top = max(2.0, float(np.nanmax(table)))
     norm = colors.TwoSlopeNorm(vmin=0, vcenter=1, vmax=top)
@@ -30,36 +29,31 @@ def load_map(trace: RouteTrace) -> bytes:
     bar.set_label("blue: less, white: average, red: more", labelpad=8)
     bar.set_ticks([0, 0.5, 1, *np.linspace(1, top, 4)[1:]])
     bar.ax.yaxis.set_major_formatter("{x:.1f} x")
-    names = [f"{i}{' (hash)' if r.is_hashed else ''}" for i, r in trace.layers.items()]
+    names = [f"{i}{' (hash)' if r.is_hashed else ''}" for i, r in layers.items()]
     panel.set_yticks(range(len(names)), names)
     panel.set_xlabel("expert")
     panel.set_ylabel("layer")
-    tokens = max(len(routes.steps) for routes in trace.layers.values())
+    tokens = max(routes.tokens for routes in layers.values())
     panel.set_title(f"How often each expert is chosen ({tokens:,} tokens)")
     return png(figure)
 
 
-def union_curves(trace: RouteTrace) -> bytes:
+def union_curves(layers: Mapping[int, Counted]) -> bytes:
     """Distinct experts of 1 to 16 consecutive tokens: each layer, their mean, uniform routing."""
     figure = figure_of(5.5)
     panel = figure.subplots()
-    lines = np.array([[union(r, width) for width in WIDTHS] for r in trace.layers.values()])
+    lines = np.array([r.unions for r in layers.values()])
     told = set()
-    for routes, line in zip(trace.layers.values(), lines, strict=True):
+    for routes, line in zip(layers.values(), lines, strict=True):
         kind = "hash layers (by token)" if routes.is_hashed else "each layer"
         color = "tab:green" if routes.is_hashed else "tab:blue"
         label = None if kind in told else kind
         panel.plot(WIDTHS, line, color=color, alpha=0.45, linewidth=1, label=label)
         told.add(kind)
     panel.plot(WIDTHS, lines.mean(0), "o-", color="tab:blue", linewidth=2.5, label="mean of layers")
-    uniform = np.array(
-        [
-            [uniform_union(r.num_experts, r.top_k, width) for width in WIDTHS]
-            for r in trace.layers.values()
-        ]
-    ).mean(0)
+    uniform = np.array([r.uniform_unions for r in layers.values()]).mean(0)
     panel.plot(WIDTHS, uniform, "--", color="black", label="uniform routing")
-    experts = max(routes.num_experts for routes in trace.layers.values())
+    experts = max(routes.num_experts for routes in layers.values())
     panel.axhline(experts, color="gray", linewidth=1)
     panel.annotate(f"all {experts} experts", (1, experts), va="bottom", color="gray")
     panel.set_xticks(WIDTHS)

@@ -1,5 +1,7 @@
 """gate_up: the first two projections of the routed experts, and SwiGLU between them."""
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -110,9 +112,8 @@ def launches(
     """
     require_one_format(*gate_up)
     (weights, swiglu_limit), (sums, h) = activation, outputs
-    tile = replace(tile, rows=2 * tile.rows, matrix_rows=max(tile.matrix_rows, 2 * tile.rows))
-    if rows.scales is not None or gate_up[0].format == "fp8":
-        tile = chained(tile, projections=1)
+    chained = rows.scales is not None or gate_up[0].format == "fp8"
+    tile = expert_tile(replace(tile, rows=2 * tile.rows), 1, chained)
     size, experts = gate_up[0].weight.rows, gate_up[0].weight.num_experts
     tiles, found_by = expert_grid(h.shape[0], experts, tile)
     grid = (tiles * triton.cdiv(size, tile.rows),)

@@ -119,7 +119,7 @@ class Experts:
     def routes(self) -> RouteTable:
         return routes_of(self.expert_ids, self.weights[0].num_experts)
 
-    def gate_up(self, tile: Tile = TILE) -> Tensor:
+    def gate_up(self, tile: Tile = TILE, launches: int = 1) -> Tensor:
         """h [S, I] of the Triton path, on the CPU; slots of no expert keep SENTINEL."""
         scaled = self.rows.scales is not None
         h = self._filled(torch.float32 if scaled else torch.bfloat16)
@@ -127,7 +127,12 @@ class Experts:
         gate, up = (prepare(on_device(weight)) for weight in self.weights)
         name = architecture(h.device)
         given = (device_rows(self.rows), (gate, up), device_routes(self.routes))
-        gate_up.launch(*given, (weights, self.limit), h, tile, name).run()
+        if launches == 1:
+            gate_up.launch(*given, (weights, self.limit), h, tile, name).run()
+            return h.cpu()
+        sums = h if scaled else torch.full_like(h, float("nan"), dtype=torch.float32)
+        for part in gate_up.launches(*given, (weights, self.limit), (sums, h), tile, name):
+            part.run()
         return h.cpu()
 
     def gate_up_reference(self) -> Tensor:

@@ -31,8 +31,10 @@ def call(rng, format, sizes, tokens=5, top_k=2, scaled=False, experts=3) -> Expe
 
 
 def compare(case: Experts, tile: Tile = TILE) -> torch.Tensor:
+    """In one launch and in two."""
     found, expected = case.gate_up(tile), case.gate_up_reference()
     assert_same_bits(found, typed(expected, found))
+    assert_same_bits(case.gate_up(tile, launches=2), found)
     assert bool((expected != SENTINEL).any())
     return expected
 
@@ -83,25 +85,29 @@ def test_a_token_that_names_an_expert_twice(rng):
     assert_same_bits(h[0], h[1])
 
 
-def test_nobody_is_served(rng):
+@pytest.mark.parametrize("launches", [1, 2])
+def test_nobody_is_served(launches, rng):
     case = replace(call(rng, "nvfp4", (64, 32)), expert_ids=torch.full((5, 2), -1).int())
-    assert bool((case.gate_up() == SENTINEL).all())
+    assert bool((case.gate_up(launches=launches) == SENTINEL).all())
 
 
-def test_no_tokens(rng):
-    assert call(rng, "nvfp4", (64, 32), tokens=0).gate_up().shape == (0, 32)
+@pytest.mark.parametrize("launches", [1, 2])
+def test_no_tokens(launches, rng):
+    case = call(rng, "nvfp4", (64, 32), tokens=0)
+    assert case.gate_up(launches=launches).shape == (0, 32)
 
 
+@pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_nan_and_inf_stay_in_their_token(scaled, rng):
+def test_nan_and_inf_stay_in_their_token(scaled, launches, rng):
     case = call(rng, "mxfp4", (128, 32), tokens=4, scaled=scaled)
     case = replace(case, expert_ids=torch.zeros(4, 2).int())
-    clean = case.gate_up()
+    clean = case.gate_up(launches=launches)
     values = case.rows.values.clone()
     values[1] = NAN  # what quantize makes of a group with a NaN
     if not scaled:
         values[2, 5] = float("inf")
-    dirty = replace(case, rows=Rows(values, case.rows.scales)).gate_up()
+    dirty = replace(case, rows=Rows(values, case.rows.scales)).gate_up(launches=launches)
     quiet = 0x7FC0 if not scaled else 0x7FC00000
     bits = dirty.view(torch.int16 if not scaled else torch.int32)
     assert bool((bits[2:4] == quiet).all())
@@ -142,11 +148,12 @@ def test_strides_of_a_view(rng):
     )
 
 
-def test_two_formats_are_refused(rng):
+@pytest.mark.parametrize("launches", [1, 2])
+def test_two_formats_are_refused(launches, rng):
     gate, up = (exact_weight(rng, name, 2, 32, 64) for name in ("nvfp4", "mxfp4"))
     case = replace(call(rng, "nvfp4", (64, 32)), weights=(gate, up))
     with pytest.raises(Unsupported, match="gate is nvfp4 and up is mxfp4"):
-        case.gate_up()
+        case.gate_up(launches=launches)
 
 
 @pytest.mark.parametrize("format", FORMATS)

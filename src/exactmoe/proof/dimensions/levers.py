@@ -9,6 +9,7 @@ SWITCHES = {
     "EXACTMOE_SHARED_STREAM": "off",
     "EXACTMOE_UNION": "off",
     "EXACTMOE_HOST_LOOP": "on",
+    "EXACTMOE_GATE_UP": "two",
 }
 _STREAM = 150
 _WIDTHS = (1, 8, 65)

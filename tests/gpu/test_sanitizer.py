@@ -7,7 +7,9 @@ a few rows, and more rows than the narrowest tile has.
 import pytest
 import torch
 
+from card_layers import on_cards, ways
 from exactmoe import Numerics
+from exactmoe.bank import Partition
 from exactmoe.proof.backends import canonical_twin, paths_of
 from gpu_layers import Layer, call, dense, generator, token_ids
 from layers import assert_same_bits
@@ -46,3 +48,17 @@ def test_dense(device, format):
         rng = generator(device, tokens)
         x = torch.randn(tokens, 96, generator=rng, device=device).bfloat16()
         assert_same_bits(layer(x)[-1:], layer(x[-1:].clone()))
+
+
+@pytest.mark.parametrize("name", ["a16 nvfp4", "a8 mxfp4"])
+def test_two_cards(device, name):
+    """Two streams of the card: lookups, slots that are taken, vectors, counts."""
+    layer = LAYERS[name].build(device)
+    for partition in (Partition.even(4, 2), Partition((0, 1, 0, 1))):
+        for returns in ways(partition):
+            cards = on_cards(layer, partition, returns, names=(device,), limits=layer.limits)
+            for tokens in WIDTHS:
+                x, ids, weights = call(layer, tokens)
+                ids[-1, 0] = -1
+                assert_same_bits(cards.experts(x, ids, weights), layer.experts(x, ids, weights))
+            cards.check()

@@ -1,10 +1,14 @@
 """Names of devices: resolved once, and refused when there is no such card."""
 
+import sys
+import types
+
 import pytest
 import torch
 
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.runtime import devices
+from exactmoe.runtime.devices import allocating_beside_a_capture
 
 
 @pytest.fixture
@@ -34,3 +38,51 @@ def test_a_card_that_is_not_there(two_cards, monkeypatch):
 def test_nothing_is_captured_where_no_gpu_was_used():
     assert not devices.capturing(torch.device("cpu"))
     assert torch.cuda.is_initialized() or not devices.capturing(torch.device("cuda", 0))
+
+
+class FalseDriver:
+    """cuda.bindings.driver: modes as numbers, and what was asked for."""
+
+    class CUresult:
+        CUDA_SUCCESS = 0
+
+    class CUstreamCaptureMode:
+        CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+    def __init__(self, status=0):
+        self.status, self.mode, self.seen = status, 0, []
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        before, self.mode = self.mode, mode
+        self.seen.append(mode)
+        return self.status, before
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def use(found):
+        package = types.ModuleType("cuda.bindings")
+        if found is not None:
+            package.driver = found
+        monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", found)
+        return found
+
+    return use
+
+
+def test_memory_beside_a_capture(driver):
+    """The mode is put back, after an error too."""
+    found = driver(FalseDriver())
+    with allocating_beside_a_capture():
+        assert found.mode == 2
+    with pytest.raises(ZeroDivisionError), allocating_beside_a_capture():
+        _ = 1 / 0
+    assert found.mode == 0 and found.seen == [2, 0, 2, 0]
+
+
+def test_memory_beside_a_capture_without_bindings(driver):
+    driver(None)
+    asked = allocating_beside_a_capture()
+    with pytest.raises(Unsupported, match="a graph over two GPUs needs cuda-bindings"), asked:
+        pass

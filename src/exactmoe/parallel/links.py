@@ -64,6 +64,7 @@ def link(source: torch.device, target: torch.device) -> Link:
                 f"the way from {source} to {target} is tried for the first time while a CUDA graph "
                 "is captured; allowed: to make the layer, and to call it once, before"
             )
+        torch.cuda.Stream(device, priority=-1)  # makes torch's streams, which no capture may do
     direct = torch.cuda.can_device_access_peer(source, target)
     direct = direct and torch.cuda.can_device_access_peer(target, source)
     rates = try_copies(source, target, copied, f"copies from {source} to {target}")

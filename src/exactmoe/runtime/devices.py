@@ -1,6 +1,7 @@
 """Devices of this process: names resolved once, and the device that a call runs on."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -39,3 +40,28 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def allocating_beside_a_capture() -> Iterator[None]:
+    """Inside, this thread may allocate on a GPU whose current stream is not part of the graph that
+    is being captured; torch itself allows it on streams that are. A graph keeps the addresses, and
+    the memory must outlive it.
+
+    Raises:
+        Unsupported: cuda-bindings is not installed.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise Unsupported(
+            f"a graph over two GPUs needs cuda-bindings ({error}); pip install cuda-bindings"
+        ) from error
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    status, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise Unsupported(f"the capture mode of this thread cannot be changed: {status.name}")
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)

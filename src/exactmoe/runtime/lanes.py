@@ -198,8 +198,13 @@ class Lanes:
         return found
 
     def _abandon(self, error: BaseException) -> None:
+        try:
+            captured = capturing(self._lanes[OWNER].device)
+        except RuntimeError as second:  # a device that is lost answers nothing
+            error.add_note(f"asking for a capture failed: {second}")
+            captured = False
         # A capture that fails has queued nothing, and its graph is not to be used.
-        if not capturing(self._lanes[OWNER].device):
+        if not captured:
             self.failed = f"{type(error).__name__}: {error}"
         for line in self.drain():
             error.add_note(line)

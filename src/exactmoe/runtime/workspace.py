@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ import torch
 
 from exactmoe.errors import Unsupported
 from exactmoe.runtime.arena import ALIGNMENT, Arena, Region, total_bytes
-from exactmoe.runtime.devices import capturing
+from exactmoe.runtime.devices import allocating_beside_a_capture, capturing
 
 _log = logging.getLogger("exactmoe")
 
@@ -80,9 +81,12 @@ def beside(held: Arena, device: torch.device) -> Arena:
     such calls. Those who let it grow have no work under way in it.
     """
     state = _of(device)
-    found = _found(state, device, held.home, held.captured)
-    if found.nbytes < state.reserved_beside:
-        _grow(found, state, state.reserved_beside)
+    alone = allocating_beside_a_capture if held.captured and device.type == "cuda" else nullcontext
+    found = state.arenas.get((held.home, held.captured))
+    if found is None or found.nbytes < state.reserved_beside:
+        with alone():
+            found = _found(state, device, held.home, held.captured)
+            _grow(found, state, state.reserved_beside)
     return found
 
 

@@ -65,7 +65,7 @@ def driver(monkeypatch):
         if found is not None:
             package.driver = found
         monkeypatch.setitem(sys.modules, "cuda.bindings", package)
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", found)
+        monkeypatch.delitem(sys.modules, "cuda.bindings.driver", raising=False)
         return found
 
     return use

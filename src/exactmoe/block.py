@@ -167,7 +167,7 @@ class Block(ExactModule):
         self._reserve()
         if self.device.type == "cuda":
             with current(self.device):
-                self._prepare(ops.path(self.plan().backend))
+                self._prepare(ops.path(self.plan().path))
 
     def _prepare(self, path: Path) -> None:
         """Make what the path needs of the weights."""
@@ -177,7 +177,7 @@ class Block(ExactModule):
         """compute(space, piece) for each piece of a call, in the workspace, with no other call in
         between.
         """
-        path = ops.path(self.plan().backend)
+        path = ops.path(self.plan().path)
         with current(self.device):
             held = workspace.arena(self.device)
 

@@ -182,7 +182,7 @@ class MoELayer(Block):
         found = explain(self.plan(), self.numerics, self.limits, width, self.bank.weights(), tiles)
         if self.cards is None:
             return found
-        storage = ops.path(self.plan().backend).storage
+        storage = ops.path(self.plan().path).storage
         return replace(found, cards=tuple(self.cards.describe(rows, self.config, storage)))
 
     def check(self) -> None:

@@ -128,7 +128,7 @@ class RankedLayer(MoELayer):
     def explain(self, width: int = 8) -> Explanation:
         """As MoELayer.explain, of this rank's experts, with a token's way through the ranks."""
         rows = min(width, self.max_rows)
-        storage = ops.path(self.plan().backend).storage
+        storage = ops.path(self.plan().path).storage
         lines = self.wire.describe(rows, self.config, storage)
         if self.shared is not None:
             how = "by output rows" if self.shares_dense_rows else "whole on every rank"

@@ -45,14 +45,31 @@ def expert_regions(
     regions = [
         Region("offsets", (num_experts + 1,), storage.index),
         Region("sorted", (slots,), storage.index),
-        Region("h", (slots if a8 else h_rows, inner), f32 if a8 else storage.h),
         Region("slots", (slots, hidden), storage.slots if numerics.slot == "bf16" else f32),
     ]
-    if storage.packed and not a8:
-        regions.append(Region("packed_x", (h_rows, hidden), storage.x))
-    if a8:
+    if storage.units:
+        packed = {"h": inner, "packed": hidden}
+        regions += [r for name, k in packed.items() for r in _quantized(name, h_rows, k, storage)]
+    elif a8:
+        regions.append(Region("h", (slots, inner), f32))
         regions.append(Region("h_codes", (slots, inner), storage.codes))
         regions.append(Region("h_scales", (slots, inner // PIECE), f32))
+    else:
+        regions.append(Region("h", (h_rows, inner), storage.h))
+    if storage.packed and not storage.units:
+        regions.append(Region("packed_x", (h_rows, hidden), storage.x))
+    return regions
+
+
+def _quantized(name: str, rows: int, k: int, storage: Storage) -> list[Region]:
+    """Packed rows of `a8`: e4m3 for experts on the fp8 units, bf16 for those on the bf16 units, and
+    scales; an expert's bytes decide which of the two it reads.
+    """
+    regions = [Region(f"{name}_scales", (rows, k // PIECE), torch.float32)]
+    if storage.units != "bf16":
+        regions.append(Region(f"{name}_codes", (rows, k), storage.codes))
+    if storage.units != "fp8":
+        regions.append(Region(f"{name}_wide", (rows, k), storage.x))
     return regions
 
 
@@ -169,16 +186,29 @@ def program(
     launches = _launches(layer, space, table)
 
     store = path.storage
-    count = num_slots if a8 else store.rows_of_h(num_slots, bank.num_experts)
+    limit = layer.config.swiglu_limit
+    count = store.rows_of_h(num_slots, bank.num_experts)
+    if a8 and rows.scales is None:
+        rows = path.quantize(rows.values, _scaled(space, "x", rows.values.shape[0]))
+    if store.units:
+        packed = _packed(space, "h", count)
+        rows = Rows(rows.values, rows.scales, _packed(space, "packed", count))
+
+        def first_quantized() -> None:
+            for routes in launches:
+                path.gate_up_quantized(rows, (gate, up, down), routes, weights, limit, packed)
+
+        def second_quantized() -> None:
+            for routes in launches:
+                path.down(packed, down, routes, layer.numerics, slots)
+
+        return Program(first_quantized, second_quantized)
     h = space.rows("h", count)
     if store.packed:
         rows = Rows(rows.values, rows.scales, space.rows("packed_x", count))
-    if a8 and rows.scales is None:
-        rows = path.quantize(rows.values, _scaled(space, "x", rows.values.shape[0]))
 
     def first() -> None:
         for routes in launches:
-            limit = layer.config.swiglu_limit
             path.gate_up(rows, (gate, up), routes, weights if a8 else None, limit, h)
 
     def second() -> None:
@@ -187,6 +217,17 @@ def program(
             path.down(h_rows, down, routes, layer.numerics, slots)
 
     return Program(first, second)
+
+
+def _packed(space: Space, name: str, count: int) -> Rows:
+    """Packed rows: values are those of the fp8 units, or where none takes them those of bf16."""
+    codes, wide = (
+        space.rows(part, count) if part in space.arrays else None
+        for part in (f"{name}_codes", f"{name}_wide")
+    )
+    values = wide if codes is None else codes
+    assert values is not None
+    return Rows(values, space.rows(f"{name}_scales", count), wide)
 
 
 def _scaled(space: Space, name: str, count: int) -> Rows:

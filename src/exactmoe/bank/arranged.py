@@ -5,7 +5,8 @@ GPU reads: the same shapes, dtypes and sizes, other bytes. There is never a seco
 weights: what leaves the module (a state dict, a pickle, a copy, `packed`) is converted on its way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from exactmoe.bank.module import ExactModule
 from exactmoe.errors import ConfigError, Unsupported
-from exactmoe.formats import PackedWeight
+from exactmoe.formats import PackedWeight, fp8_exact
 from exactmoe.formats import fragment as layout
-from exactmoe.ops import CANONICAL, FRAGMENT, Path
+from exactmoe.ops import CANONICAL, FRAGMENT, FRAGMENT_FP8, Path
 from exactmoe.runtime import workspace
 from exactmoe.runtime.devices import capturing, current
 
-_CONVERT = {FRAGMENT: "to_fragment", CANONICAL: "to_canonical"}
+_ORDERS = (CANONICAL, FRAGMENT, FRAGMENT_FP8)
 
 
 class ArrangedModule(ExactModule):
@@ -33,17 +34,21 @@ class ArrangedModule(ExactModule):
         super().__init__()
         self.fixed_order = fixed_order
         self._layout = CANONICAL
+        # Of weights in the order fragment_fp8: bool [E], the experts that lie for the fp8 units.
+        self._fp8: dict[str, Tensor] = {}
         self._captured: int | None = None
 
     @property
     def layout(self) -> str:
-        """Order of the bytes in the buffers now: "canonical" or "fragment"."""
+        """Order of the bytes in the buffers now: "canonical", "fragment" or "fragment_fp8"."""
         return self._layout
 
     def packed(self, name: str) -> PackedWeight:
         """The packed weight in canonical order: over the buffers, or a copy of them."""
         weight = self._stored(name)
-        return weight if self._layout == CANONICAL else layout.from_fragment(weight)
+        if self._layout == CANONICAL:
+            return weight
+        return layout.from_fragment(weight, self._fp8.get(name))
 
     def prepared_for(self, path: Path) -> tuple[Any, ...]:
         """All weights as a path reads them, prepared once until the buffers change. Bytes in
@@ -63,50 +68,65 @@ class ArrangedModule(ExactModule):
                     "first, or a copy of the layer (copy.deepcopy), which is in canonical order"
                 )
             self.arrange(wanted)
-        found = tuple(self.prepared(name, path.name, path.prepare) for name in self._packed_meta)
+        found = tuple(self._prepared_one(name, path) for name in self._packed_meta)
         device = self._device()
         if device is not None and capturing(device):
             self._captured = workspace.releases(device)
         return found
 
+    def _prepared_one(self, name: str, path: Path) -> Any:
+        fp8 = self._fp8.get(name)
+        prepare: Callable[[PackedWeight], Any] = path.prepare
+        if fp8 is not None:  # only paths that read this order are given it
+            prepare = partial(prepare, fp8=fp8)
+        return self.prepared(name, path.name, prepare)
+
     def arrange(self, wanted: str) -> None:
         """Put the bytes of all weights in an order, in place, with a small buffer in between.
 
         Args:
-            wanted: "canonical" or "fragment".
+            wanted: "canonical", "fragment", or "fragment_fp8": experts that are exact on the fp8
+                matrix units (formats/units.py) as these read them, the others as in "fragment".
 
         Raises:
             ConfigError: there is no such order, or bytes in fragment order were written.
             Unsupported: a format or a size has no fragment order, the order is fixed, or a
                 captured graph may read the bytes as they are.
         """
-        if wanted not in _CONVERT:
-            raise ConfigError(f"layout is {wanted!r}; allowed: {CANONICAL}, {FRAGMENT}")
+        if wanted not in _ORDERS:
+            raise ConfigError(f"layout is {wanted!r}; allowed: {', '.join(_ORDERS)}")
         if wanted == self._layout:
             return
+        if CANONICAL not in (wanted, self._layout):
+            self.arrange(CANONICAL)
         self._require_movable(wanted)
         weights = [self._stored(name) for name in self._packed_meta]
-        if wanted == FRAGMENT:
+        if wanted != CANONICAL:
             for name, weight in zip(self._packed_meta, weights, strict=True):
                 reason = layout.unsupported(weight)
                 if reason is not None:
                     raise Unsupported(f"{name} has no fragment order: {reason}")
         self._prepared.clear()
-        for weight in weights:
+        for name, weight in zip(self._packed_meta, weights, strict=True):
             # Not counted as a write: the weights are the same, so whoever keeps something of a
             # buffer's version (a cached layer over a model's parameters) may go on.
-            self._convert(weight, wanted)
+            if wanted == FRAGMENT_FP8:
+                self._fp8[name] = fp8_exact(weight)
+            self._convert(name, weight, wanted)
         self._layout = wanted
 
-    def _convert(self, weight: PackedWeight, wanted: str) -> None:
+    def _convert(self, name: str, weight: PackedWeight, wanted: str) -> None:
+        change = layout.to_canonical if wanted == CANONICAL else layout.to_fragment
         if weight.device.type != "cuda":
-            getattr(layout, _CONVERT[wanted])(_uncounted(weight))
-            return
-        # Calls on other streams may still read the old bytes, or read the new ones next.
-        torch.cuda.synchronize(weight.device)
-        with current(weight.device):
-            getattr(layout, _CONVERT[wanted])(_uncounted(weight))
-        torch.cuda.synchronize(weight.device)
+            change(_uncounted(weight), self._fp8.get(name))
+        else:
+            # Calls on other streams may still read the old bytes, or read the new ones next.
+            torch.cuda.synchronize(weight.device)
+            with current(weight.device):
+                change(_uncounted(weight), self._fp8.get(name))
+            torch.cuda.synchronize(weight.device)
+        if wanted == CANONICAL:
+            self._fp8.pop(name, None)
 
     def _require_movable(self, wanted: str) -> None:
         if self.fixed_order:
@@ -139,8 +159,8 @@ class ArrangedModule(ExactModule):
             )
         # A global scale was written, which has no order: all is read again.
         self._require_movable(CANONICAL)
-        for _, weight in self._packed_cache.values():
-            self._convert(weight, CANONICAL)
+        for key, (_, weight) in self._packed_cache.items():
+            self._convert(key, weight, CANONICAL)
         self._layout = CANONICAL
         self._packed_cache.clear()
         self._prepared.clear()
@@ -167,6 +187,7 @@ class ArrangedModule(ExactModule):
         if self._layout != CANONICAL and all(prefix + name in state_dict for name in names):
             self._require_movable(CANONICAL)
             self._layout = CANONICAL  # of the bytes that come
+            self._fp8.clear()
             self._packed_cache.clear()
         elif self._layout != CANONICAL:
             self.arrange(CANONICAL)
@@ -185,7 +206,13 @@ class ArrangedModule(ExactModule):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         buffers = {**self._buffers, **self._converted()}
-        return {**state, "_buffers": buffers, "_layout": CANONICAL, "_captured": None}
+        return {
+            **state,
+            "_buffers": buffers,
+            "_layout": CANONICAL,
+            "_fp8": {},
+            "_captured": None,
+        }
 
 
 def _uncounted(weight: PackedWeight) -> PackedWeight:

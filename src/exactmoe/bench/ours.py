@@ -47,7 +47,7 @@ class Scratch:
     """
 
     def __init__(self, layer: MoELayer, rows: int) -> None:
-        path = ops.path(layer.plan().backend)
+        path = ops.path(layer.plan().path)
         self.arrays = {
             region.name: torch.empty(region.shape, dtype=region.dtype, device=layer.device)
             for region in layer.regions(rows, path.storage)

@@ -4,7 +4,8 @@ Inside each panel of 128 rows the bytes are permuted, so shapes and sizes stay. 
 order is cut along k into chunks of 128: of each, the codes of 16 groups of 8 rows, 16 bytes a lane
 (lane = 4 x row + c), word j of them with 2 x 4 codes of k = 32j + 2c, + 1, + 8, + 9, + 16, + 17,
 + 24, + 25; and the scale bytes row by row. kernels/cuda/unpack.cuh says where a code's bits lie in
-a word and how scale bytes are read.
+a word and how scale bytes are read. Experts that run on the fp8 units have words and scale bytes of
+their own: formats/fragment_fp8.py.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exactmoe.errors import Unsupported
+from exactmoe.formats import fragment_fp8
 from exactmoe.formats.packed import BLOCK, PackedWeight
 from exactmoe.formats.scales import E8M0_BIAS
 
@@ -44,27 +46,36 @@ def unsupported(weight: PackedWeight) -> str | None:
     return None
 
 
-def to_fragment(weight: PackedWeight) -> None:
+def to_fragment(weight: PackedWeight, fp8: Tensor | None = None) -> None:
     """Permute codes and scales from canonical to fragment order, in place.
+
+    Args:
+        fp8: bool [E]: experts in the order of the fp8 units; they are exact there
+            (formats/units.py). None: no expert.
 
     Raises:
         Unsupported: the format or a size has no fragment order.
     """
     _require(weight)
-    for codes, scales in _pieces(weight):
-        scales.copy_(_scales_to_fragment(weight.format, codes, scales))
-        codes.copy_(_codes_to_fragment(codes))
+    for codes, scales, on_fp8 in _pieces(weight, fp8):
+        made = fragment_fp8.to_fragment(weight.format, codes, scales) if on_fp8 else None
+        if made is None:
+            new_scales = _scales_to_fragment(weight.format, codes, scales)
+            made = fragment_fp8.Arranged(_codes_to_fragment(codes), new_scales)
+        scales.copy_(made.scales)
+        codes.copy_(made.codes)
 
 
-def to_canonical(weight: PackedWeight) -> None:
+def to_canonical(weight: PackedWeight, fp8: Tensor | None = None) -> None:
     """The exact inverse of `to_fragment`, in place."""
     _require(weight)
-    for codes, scales in _pieces(weight):
-        codes.copy_(_codes_to_canonical(codes))
-        scales.copy_(_scales_to_canonical(weight.format, codes, scales))
+    for codes, scales, on_fp8 in _pieces(weight, fp8):
+        made = _canonical(weight.format, codes, scales, on_fp8)
+        codes.copy_(made.codes)
+        scales.copy_(made.scales)
 
 
-def from_fragment(weight: PackedWeight) -> PackedWeight:
+def from_fragment(weight: PackedWeight, fp8: Tensor | None = None) -> PackedWeight:
     """A canonical copy of a weight whose tensors are in fragment order.
 
     Raises:
@@ -72,22 +83,27 @@ def from_fragment(weight: PackedWeight) -> PackedWeight:
     """
     _require(weight)
     codes, scales = torch.empty_like(weight.codes), torch.empty_like(_scales(weight))
-    targets = _cut(codes, scales)
-    for (source, source_scales), (target, target_scales) in zip(
-        _pieces(weight), targets, strict=True
+    targets = _cut(codes, scales, fp8)
+    for (source, source_scales, on_fp8), (target, target_scales, _) in zip(
+        _pieces(weight, fp8), targets, strict=True
     ):
-        target.copy_(_codes_to_canonical(source))
-        target_scales.copy_(_scales_to_canonical(weight.format, target, source_scales))
+        made = _canonical(weight.format, source, source_scales, on_fp8)
+        target.copy_(made.codes)
+        target_scales.copy_(made.scales)
     return replace(weight, codes=codes, scales=scales)
 
 
-def largest_exponents(weight: PackedWeight) -> Tensor:
+def largest_exponents(weight: PackedWeight, fp8: Tensor | None = None) -> Tensor:
     """p of each expert of an MXFP4 weight in fragment order, int32 [E] (contract section 2); 0 for
     an expert of zeros.
     """
     _require(weight)
     found = []
-    for codes, scales in _pieces(weight):
+    for codes, scales, on_fp8 in _pieces(weight, fp8):
+        if on_fp8:
+            width = CHUNK // BLOCK[weight.format]
+            found.append(fragment_fp8.largest_exponents(scales, width))
+            continue
         experts, rows, row_bytes = codes.shape
         words = codes.contiguous().view(torch.int32)
         # expert, (panel, chunk, group), row, c, word; a word and the four c are a block of 32.
@@ -111,16 +127,33 @@ def _scales(weight: PackedWeight) -> Tensor:
     return weight.scales
 
 
-def _pieces(weight: PackedWeight) -> Iterator[tuple[Tensor, Tensor]]:
-    return _cut(weight.codes, _scales(weight))
+def _pieces(weight: PackedWeight, fp8: Tensor | None) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    return _cut(weight.codes, _scales(weight), fp8)
 
 
-def _cut(codes: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of some experts at a time: what is permuted at once needs a copy beside it."""
+def _cut(
+    codes: Tensor, scales: Tensor, fp8: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Views of some experts at a time: what is permuted at once needs a copy beside it. All of a
+    piece run on the same units, True: fp8.
+    """
     experts = codes.shape[0]
     step = max(1, _PIECE_BYTES * experts // codes.nbytes)
-    for start in range(0, experts, step):
-        yield codes[start : start + step], scales[start : start + step]
+    kinds = [False] * experts if fp8 is None else fp8.tolist()
+    start = 0
+    while start < experts:
+        end = start + 1
+        while end < min(start + step, experts) and kinds[end] == kinds[start]:
+            end += 1
+        yield codes[start:end], scales[start:end], kinds[start]
+        start = end
+
+
+def _canonical(format: str, codes: Tensor, scales: Tensor, on_fp8: bool) -> fragment_fp8.Arranged:
+    if on_fp8:
+        return fragment_fp8.to_canonical(format, codes, scales)
+    found = _codes_to_canonical(codes)
+    return fragment_fp8.Arranged(found, _scales_to_canonical(format, found, scales))
 
 
 def _codes_to_fragment(codes: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ class Rows:
     Attributes:
         values: float32 [T, K]; each value is exactly a bf16 (`a16`) or exactly an e4m3 (`a8`).
         scales: float32 [T, K // 128], powers of two (`a8`); None in `a16`.
-        packed: scratch for the rows in the packed order of a path that has one (ops/path.py).
+        packed: scratch for the rows in the packed order of a path that has one (ops/path.py); of
+            rows in that order, their values as bf16.
     """
 
     values: Tensor
     scales: Tensor | None
-    packed: Tensor | None = None
+    packed: "Tensor | Rows | None" = None

@@ -6,7 +6,16 @@ What a path needs is imported when it is first asked for: triton and CUDA's bind
 import importlib
 from functools import cache
 
-from exactmoe.ops.path import CANONICAL, DECODED, DEVICE, FRAGMENT, PACKED, Path, Storage
+from exactmoe.ops.path import (
+    CANONICAL,
+    DECODED,
+    DEVICE,
+    FRAGMENT,
+    FRAGMENT_FP8,
+    PACKED,
+    Path,
+    Storage,
+)
 from exactmoe.ops.timed import timed
 
 _PATHS = {
@@ -14,12 +23,15 @@ _PATHS = {
     "reference": ("exactmoe.ops.reference_path", "ReferencePath"),
     "triton": ("exactmoe.ops.triton_path", "TritonPath"),
     "cuda": ("exactmoe.ops.cuda_path", "CudaPath"),
+    "cuda_a8": ("exactmoe.ops.cuda_path", "CudaA8Path"),
+    "cuda_a8_bf16": ("exactmoe.ops.cuda_path", "CudaA8Bf16Path"),
+    "cuda_a8_fp8": ("exactmoe.ops.cuda_path", "CudaA8Fp8Path"),
 }
 
 
 @cache
 def path(name: str) -> Path:
-    """The path of a backend that `plan.choose` named."""
+    """The path that `Plan.path` names."""
     module, kind = _PATHS[name]
     return getattr(importlib.import_module(module), kind)()  # type: ignore[no-any-return]
 
@@ -29,6 +41,7 @@ __all__ = [
     "DECODED",
     "DEVICE",
     "FRAGMENT",
+    "FRAGMENT_FP8",
     "PACKED",
     "Path",
     "Storage",

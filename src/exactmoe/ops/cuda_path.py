@@ -1,16 +1,19 @@
 """The CUDA path: run-time compiled kernels for the routed experts on sm_90, and the portable ones
-for all else. Same bits as the Triton path there.
+for all else. Same bits as the Triton path there, as far as both run on the bf16 units.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
+from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.ops.cuda import experts
 from exactmoe.ops.cuda.prepare import CudaWeight, prepare
-from exactmoe.ops.path import PACKED
+from exactmoe.ops.path import FRAGMENT_FP8, PACKED
 from exactmoe.ops.triton_path import TritonPath
 from exactmoe.runtime.routes import RouteTable
 
@@ -43,7 +46,7 @@ class CudaPath(TritonPath):
         h: Tensor,
     ) -> None:
         if weights is not None or rows.scales is not None:
-            raise Unsupported("the cuda path computes class a16; allowed for a8: backend triton")
+            raise Unsupported("this path computes class a16; allowed for a8: a path of a8")
         experts.gate_up(rows, gate_up, routes, swiglu_limit, h)
         self._begun[_stream(h)] = routes
 
@@ -51,9 +54,64 @@ class CudaPath(TritonPath):
         self, h: Rows, down: CudaWeight, routes: RouteTable, numerics: Numerics, slots: Tensor
     ) -> None:
         if h.scales is not None:
-            raise Unsupported("the cuda path computes class a16; allowed for a8: backend triton")
-        early = self._begun.pop(_stream(slots), None) is routes
-        experts.down(h, down, routes, numerics, slots, early)
+            raise Unsupported("this path computes class a16; allowed for a8: a path of a8")
+        experts.down(h, down, routes, numerics, slots, self._may_start(slots, routes))
+
+    def _may_start(self, slots: Tensor, routes: RouteTable) -> bool:
+        return self._begun.pop(_stream(slots), None) is routes
+
+
+class CudaA8Path(CudaPath):
+    """The same in class `a8`, each expert and projection on the units that its bytes allow."""
+
+    storage = replace(PACKED, layout=FRAGMENT_FP8, codes=torch.float8_e4m3fn, units="auto")
+
+    def gate_up_quantized(
+        self,
+        rows: Rows,
+        weights: tuple[CudaWeight, CudaWeight, CudaWeight],
+        routes: RouteTable,
+        routing: Tensor,
+        swiglu_limit: float | None,
+        h: Rows,
+    ) -> None:
+        """gate_up, then quantize: see ops/path.py."""
+        experts.gate_up_a8(rows, weights, routes, routing, swiglu_limit, h)
+        self._begun[_stream(routing)] = routes
+
+    def down(  # type: ignore[override]
+        self, h: Rows, down: CudaWeight, routes: RouteTable, numerics: Numerics, slots: Tensor
+    ) -> None:
+        experts.down_a8(h, down, routes, slots, self._may_start(slots, routes))
+
+
+class CudaA8Bf16Path(CudaA8Path):
+    """Class `a8`, all on the bf16 units."""
+
+    storage = replace(PACKED, codes=torch.float8_e4m3fn, units="bf16")
+
+
+class CudaA8Fp8Path(CudaA8Path):
+    """Class `a8`, all on the fp8 units."""
+
+    storage = replace(CudaA8Path.storage, units="fp8")
+
+    @staticmethod
+    def prepare(  # type: ignore[override]
+        weight: PackedWeight, fp8: Tensor | None = None
+    ) -> CudaWeight:
+        """As ops/cuda/prepare.py.
+
+        Raises:
+            Unsupported: an expert would lose bits there.
+        """
+        if fp8 is None or not bool(fp8.all()):
+            expert = 0 if fp8 is None else int((~fp8).nonzero()[0])
+            raise Unsupported(
+                f"numerics.units is 'fp8', and expert {expert} is not exact on the fp8 units "
+                "(contract section 3); allowed: auto, bf16"
+            )
+        return prepare(weight, fp8)
 
 
 def _stream(tensor: Tensor) -> tuple[int, int]:

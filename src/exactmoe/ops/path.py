@@ -12,7 +12,8 @@ from exactmoe.formats.rows import Rows
 from exactmoe.ops.cards import CardOps
 from exactmoe.runtime.routes import RouteTable
 
-CANONICAL, FRAGMENT = "canonical", "fragment"
+# FRAGMENT_FP8: experts that are exact on the fp8 units lie as these want them.
+CANONICAL, FRAGMENT, FRAGMENT_FP8 = "canonical", "fragment", "fragment_fp8"
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,12 @@ class Storage:
             are contiguous; else all of them are copied into the workspace.
         router_parts: the most tokens whose logits are summed in 16 separate segments, float32
             [16, T, E] of scratch; 0: the path needs none.
-        layout: order of the bytes of routed experts, "canonical" or "fragment"
-            (formats/fragment.py).
-        packed: h of routed experts in `a16`, and x for wide tiles, lie in eights of rows of one
-            expert as the matrix units want them (kernels/cuda/experts.cu).
+        layout: order of the bytes of routed experts, "canonical", "fragment" or "fragment_fp8"
+            (formats/fragment.py, formats/fragment_fp8.py).
+        packed: h of routed experts, and x for wide tiles, lie in eights of rows of one expert as
+            the matrix units want them (kernels/cuda/experts.cu).
+        units: of `a8` on a packed path, whose gate_up_quantized gives h quantised: "auto", "bf16"
+            or "fp8" (Numerics.units); "" of all others.
     """
 
     x: torch.dtype
@@ -44,9 +47,10 @@ class Storage:
     router_parts: int = 0
     layout: str = CANONICAL
     packed: bool = False
+    units: str = ""
 
     def rows_of_h(self, num_slots: int, num_experts: int) -> int:
-        """Rows of h for S slots in `a16`; when packed, each expert begins a new eight."""
+        """Rows of h for S slots; when packed, each expert begins a new eight."""
         return 8 * (num_slots // 8 + num_experts) if self.packed else num_slots
 
 
@@ -142,6 +146,21 @@ class Path(Protocol):
     ) -> None:
         """rows [T, H] -> h [S, I] at the slot's place; weights [T, K] multiply h in `a8`
         and are None in `a16`.
+        """
+
+    def gate_up_quantized(
+        self,
+        rows: Rows,
+        weights: tuple[Any, Any, Any],
+        routes: RouteTable,
+        routing: Tensor,
+        swiglu_limit: float | None,
+        h: Rows,
+    ) -> None:
+        """gate_up and quantize of h in one, of paths whose `storage.units` is not "": quantised
+        rows [T, H], with scratch for packed ones in `packed`; weights of gate, up and down; routing
+        weights [T, K] -> h packed: e4m3 values where down's expert runs on the fp8 units, the same
+        as bf16 in `packed` where it does not, and scales.
         """
 
     def down(

@@ -11,6 +11,7 @@ _SPANS = {
     "router": "router",
     "route_table": "sort",
     "gate_up": "gate_up",
+    "gate_up_quantized": "gate_up",
     "quantize": "quantize",
     "down": "down",
     "combine": "combine",

@@ -20,6 +20,7 @@ class Architecture:
         instruction: of the bf16 matrix units, the same in every tile; its k step is 16.
         support: "measured" (its bits and times), or "compiled, untested".
         cards: what is sold with it.
+        fp8_instruction: of the fp8 matrix units, where class `a8` takes them; its k step is 32.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Architecture:
     instruction: str
     support: str
     cards: str
+    fp8_instruction: str = ""
 
 
 _MMA = "mma.sync m16n8k16"
@@ -36,7 +38,14 @@ ARCHITECTURES = {
         Architecture("sm_80", ("triton",), _MMA, UNTESTED, "A100"),
         Architecture("sm_86", ("triton",), _MMA, UNTESTED, "RTX 30, A40"),
         Architecture("sm_89", ("triton",), _MMA, UNTESTED, "RTX 40, L40"),
-        Architecture("sm_90", ("cuda", "triton"), "wgmma m64nNk16", MEASURED, "H100, H200"),
+        Architecture(
+            "sm_90",
+            ("cuda", "triton"),
+            "wgmma m64nNk16",
+            MEASURED,
+            "H100, H200",
+            "wgmma m64nNk32",
+        ),
         Architecture("sm_100", ("triton",), "tcgen05.mma", UNTESTED, "B200"),
         Architecture("sm_120", ("triton",), _MMA, UNTESTED, "RTX 50, RTX PRO 6000"),
         Architecture("sm_121", ("triton",), _MMA, UNTESTED, "DGX Spark"),

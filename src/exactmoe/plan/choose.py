@@ -14,7 +14,7 @@ import torch
 from exactmoe import env
 from exactmoe.config import DEVICE_TYPES, Numerics
 from exactmoe.errors import ConfigError, Unsupported
-from exactmoe.plan.architectures import MEASURED, architecture_of
+from exactmoe.plan.architectures import MEASURED, Architecture, architecture_of
 
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 TRITON_INTERPRET = "TRITON_INTERPRET"
@@ -53,12 +53,27 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Plan:
-    """The backend that runs, on which device, why, and what was not taken."""
+    """The backend that runs, on which device, why, and what was not taken; of a layer of `a8`, its
+    Numerics.units.
+    """
 
     backend: str
     device: str
     reason: str
     rejected: tuple[Rejected, ...] = ()
+    units: str = ""
+
+    @property
+    def path(self) -> str:
+        """Name of the ops that run: the backend's, or those of a class of it (ops/__init__.py)."""
+        if self.backend != "cuda" or not self.units:
+            return self.backend
+        return "cuda_a8" + ("" if self.units == "auto" else f"_{self.units}")
+
+    @property
+    def tiles(self) -> str:
+        """The table of its tiles (plan/tiles.py)."""
+        return "cuda_a8" if self.path.startswith("cuda_a8") else self.backend
 
     def __str__(self) -> str:
         lines = [f"{self.backend} on {self.device}: {self.reason}"]
@@ -142,7 +157,9 @@ def _chosen(call: _Call, asked: str, interpreted: bool) -> Plan:
     rejected = tuple(
         Rejected(name, obstacles[name] or _NOT_TAKEN[name]) for name in BACKENDS if name != taken
     )
-    return Plan(taken, str(device), reason + _remarks(call.numerics, device, taken), rejected)
+    remarks = _remarks(call.numerics, device, taken)
+    units = call.numerics.units if call.numerics.activation == "a8" else ""
+    return Plan(taken, str(device), reason + remarks, rejected, units)
 
 
 _NOT_TAKEN = {
@@ -163,9 +180,9 @@ def _remarks(numerics: Numerics, device: torch.device, taken: str) -> str:
             remarks += f"; {row.name} is {row.support}"
     elif taken == "triton":
         remarks += "; interpreted, for tests"
-    if numerics.units != "bf16":
-        where = "a CPU (contract section 3)" if device.type == "cpu" else "a GPU in this version"
-        remarks += f"; units={numerics.units!r} run as bf16 units on {where}"
+    if numerics.units != "bf16" and taken != "cuda":
+        where = "a CPU" if device.type == "cpu" else architecture_of(device).name
+        remarks += f"; units={numerics.units!r} run as bf16 units on {where} (contract section 3)"
     return remarks
 
 
@@ -185,7 +202,7 @@ def _obstacle(name: str, call: _Call, interpreted: bool) -> str | None:
     if name not in row.backends:
         return f"it needs compute capability 9.0 (sm_90); {device} is {row.name}"
     if name == "triton":
-        return _missing_triton() or _mixed(call)
+        return _missing_triton() or _mixed(call) or _on_fp8_units(call, row)
     return _missing_triton() or _missing_cuda() or _mixed(call) or _unfit(call)
 
 
@@ -195,6 +212,18 @@ def _mixed(call: _Call) -> str | None:
         return None
     gate, up = (weight.format for weight in call.experts[:2])
     return f"gate is {gate} and up is {up}; it takes one format for both"
+
+
+def _on_fp8_units(call: _Call, row: Architecture) -> str | None:
+    """Why the portable kernels, which have no fp8 units, would give other bits."""
+    if not row.fp8_instruction or call.numerics.units == "bf16":
+        return None
+    if all(weight.format not in _FP4 for weight in call.experts):
+        return None
+    return (
+        f"units={call.numerics.units!r} may take the fp8 units on {row.name}, which give other bits "
+        "and which it has no kernels for; it runs units='bf16'"
+    )
 
 
 def _missing_triton() -> str | None:
@@ -219,8 +248,6 @@ def _unfit(call: _Call) -> str | None:
     """Why the kernels of the fast path do not take these experts."""
     if not call.experts:
         return "it has kernels for routed experts only; dense parts run on the portable ones"
-    if call.numerics.activation != "a16":
-        return f"its kernels compute class a16; this layer is {call.numerics.activation}"
     if call.fixed_order:
         return "it rearranges the experts' bytes, which belong to a module that reads them too"
     for name, weight in zip(("gate", "up", "down"), call.experts, strict=True):

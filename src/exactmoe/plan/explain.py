@@ -145,7 +145,7 @@ def _expert_tiles(
     name = architecture_name(torch.device(plan.device))
     found = []
     for op, weight, projections in (("gate_up", weights[0], 2), ("down", weights[2], 1)):
-        choice = choose_tile(plan.backend, name, op, num_slots, count)
+        choice = choose_tile(plan.tiles, name, op, num_slots, count)
         if plan.backend == "cuda":
             found.append(replace(choice, kernel=_CUDA_KERNELS))
             continue

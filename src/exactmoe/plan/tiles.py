@@ -87,6 +87,8 @@ _TRITON: dict[str, tuple[Tile, ...]] = {
 }
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "cuda": {"gate_up": _CUDA, "down": _CUDA, "dense_mlp": _TRITON["dense_mlp"]},
+    # Two accumulators leave registers for no wider tile.
+    "cuda_a8": {"gate_up": _CUDA[:-1], "down": _CUDA[:-1], "dense_mlp": _TRITON["dense_mlp"]},
     "triton": _TRITON,
 }
 # (backend, exact architecture) -> op -> tiles, where they differ from those above.

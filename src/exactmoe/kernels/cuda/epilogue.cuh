@@ -3,10 +3,10 @@
 // A lane's sums[4i + j] is row `lane / 4` of the first panel for token 8i + 2 (lane % 4) + j, and
 // sums[4i + 2 + j] the same row of the second panel.
 
-// The operands held weight x 2^-8; the global scale multiplies, or divides where the checkpoint
+// In a16 the operands held weight x 2^-8; the global scale multiplies, or divides where the checkpoint
 // keeps its reciprocal (contract section 2).
 __device__ __forceinline__ float scaled(float sum, float factor, u32 divide) {
-    sum = __fmul_rn(sum, 256.0f);
+    if (!A8) sum = __fmul_rn(sum, 256.0f);
     return divide ? __fdiv_rn(sum, factor) : __fmul_rn(sum, factor);
 }
 
@@ -63,8 +63,8 @@ __device__ __forceinline__ void finish(const float (&sums)[TOKENS / 2], const It
                                        float limit, const int* slots, void* out, u32 panels,
                                        u32 staging, u32 warp, u32 lane) {
     u32 width = panels * PANEL;
-    u32 words[TOKENS / 8];
 #if GATE_UP
+    u32 words[TOKENS / 8];
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         float h[2];
@@ -92,6 +92,7 @@ __device__ __forceinline__ void finish(const float (&sums)[TOKENS / 2], const It
                                              warp * 8 + lane / 4] = value;
             }
 #else
+            u32 words[TOKENS / 8];
 #pragma unroll
             for (int i = 0; i < TOKENS / 8; ++i)
                 words[i] =

@@ -1,6 +1,7 @@
-// gate_up and down of the routed experts on sm_90, class a16: a grouped matrix product with FP4
-// weights on the M side (64 rows a warpgroup) and TOKENS tokens on the N side, wgmma m64nNk16 bf16,
-// k ascending on one accumulator from +0. TOKENS, the ring and the order of work change no bit.
+// gate_up and down of the routed experts on sm_90: a grouped matrix product with FP4 weights on the M
+// side (64 rows a warpgroup) and TOKENS tokens on the N side. Class a16: wgmma m64nNk16 bf16, k
+// ascending on one accumulator from +0. Class a8: each 128 of k from +0, on the fp8 (m64nNk32) or the
+// bf16 units as the expert's bytes decide. TOKENS, the ring and the order of work change no bit.
 //
 // A block owns one SM: four warpgroups multiply, one more fills a ring in shared memory. A work item
 // is 2 panels of 128 weight rows x up to TOKENS tokens of one expert x all of k. Of the two panels
@@ -8,10 +9,12 @@
 // needs no exchange; for down the panels 2j and 2j + 1.
 //
 // Token rows are gathered from x (GATHER), or read packed: eights of rows of one expert, cut along k
-// into pieces of 8 x 64 bf16 that lie as wgmma wants them (128-byte swizzle), so that one bulk copy
-// brings eight rows. gate_up writes h packed, kernels/cuda/pack.cu packs x for wide tiles.
+// into pieces of 8 x 64 bf16 or 8 x 128 e4m3 that lie as wgmma wants them (128-byte swizzle), so that
+// one bulk copy brings eight rows. gate_up writes h packed, and quantised in a8; kernels/cuda/pack.cu
+// and pack_a8.cu pack x for wide tiles. In a8 a piece has 8 scales beside it.
 //
-// Compiled with: TOKENS, STAGES, FORMAT_NVFP4 (else MXFP4), GATE_UP (else down), GATHER, SLOT_F32.
+// Compiled with: TOKENS, STAGES, FORMAT_NVFP4 (else MXFP4), GATE_UP (else down), GATHER, SLOT_F32, A8
+// (else a16), UNITS_FP8, UNITS_BF16 (of the experts; both: MIXED), DOWN_FP8, DOWN_MIXED (of down).
 //
 // H200, GLM shape, NVFP4: 3.6-3.9 TB/s of weights from 4 tokens on (floor 4.4). What bounds it is
 // issue: 179 instructions a warp and stage of 128 x 256 weights, 1050 cycles where 1000 keep up with
@@ -22,24 +25,50 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
         u64 first_code_stride, u64 first_scale_stride, const u8* second_codes,
         const u8* second_scales, const float* second_factors, u64 second_code_stride,
         u64 second_scale_stride, const int* offsets, const int* slots, const u8* x, void* out,
-        u32 num_experts, u32 k, u32 panels, u32 top_k, u32 divide, float limit) {
+        u32 num_experts, u32 k, u32 panels, u32 top_k, u32 divide, float limit
+#if A8
+        , const u8* wide_x, const float* x_scales, const u8* first_on_fp8, const u8* second_on_fp8,
+        u8* wide_h, float* h_scales, const u8* down_on_fp8, const float* weights
+#endif
+) {
     extern __shared__ u8 raw[];
     __shared__ Work work;
+    Arguments given{{first_codes, second_codes},
+                    {first_scales, second_scales},
+                    {first_code_stride, second_code_stride},
+                    {first_scale_stride, second_scale_stride},
+                    {first_factors, second_factors}};
+    given.offsets = offsets, given.slots = slots, given.x = x;
+    given.num_experts = num_experts, given.k = k, given.panels = panels, given.top_k = top_k;
+#if A8
+    given.on_fp8[0] = first_on_fp8, given.on_fp8[1] = second_on_fp8;
+    given.wide_x = wide_x, given.x_scales = x_scales;
+#endif
 
-    u32 x_ring = (shared_address(raw) + 1023) & ~1023u;
-    u32 code_ring = x_ring + STAGES * X_BYTES;
-    u32 scale_ring = code_ring + STAGES * 2 * CODE_BYTES;
-    u32 staging = scale_ring + STAGES * 2 * PANEL_SCALE_BYTES;
-    u32 full = staging + WARPS / 4 * OUT_BYTES, empty = full + 8 * STAGES;
+    Ring ring;
+    ring.x = (shared_address(raw) + 1023) & ~1023u;
+    ring.codes = ring.x + STAGES * X_BYTES;
+    ring.scales = ring.codes + STAGES * 2 * CODE_BYTES;
+    ring.x_scales = ring.scales + STAGES * 2 * PANEL_SCALE_BYTES;
+    u32 tables = ring.x_scales + STAGES * X_SCALE_BYTES;
+    u32 staging = tables + (UNITS_FP8 ? TABLE_BYTES : 0);
+    ring.full = staging + STAGING_BYTES;
+    ring.empty = ring.full + 8 * STAGES;
     u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
         for (u32 stage = 0; stage < STAGES; ++stage) {
-            barrier_init(full + 8 * stage, GATHER ? 2 : 1);
-            barrier_init(empty + 8 * stage, WARPS);
+            barrier_init(ring.full + 8 * stage, GATHER ? 2 : 1);
+            barrier_init(ring.empty + 8 * stage, WARPS);
         }
         barrier_init_fence();
     }
+#if UNITS_FP8
+    if (threadIdx.x < TABLE_BYTES / 8) write_table(threadIdx.x, tables + threadIdx.x * 8);
+#endif
+#if A8 && GATE_UP
+    clear_amax(staging, threadIdx.x);
+#endif
     // down may start while gate_up ends: the route table is older, only h has to be waited for.
 #if GATE_UP
     wait_for_earlier_kernels();
@@ -48,118 +77,56 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
     work.count(offsets, num_experts);
 
     u32 blocks = GATE_UP ? panels : (panels + 1) / 2;
-    u32 items = work.tiles_before[num_experts] * blocks, chunks = k / CHUNK;
-    Place place;
-
-    if (warp >= WARPS) take_registers<false>();
-    if (warp == WARPS) {  // weights, and packed rows
-        bool waited = GATE_UP;
-#pragma unroll 1
-        for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
-            Item item = work.find(num_experts, index, blocks);
-            u32 eights = GATHER ? 0 : (item.count + 7) / 8;
-            const u8* rows = x + u64(item.group + lane) * chunks * ROWS_BYTES;
-            // Lanes 0 ... 3 copy codes and scales of both panels.
-            bool codes = lane < 2, second = lane % 2;
-            u32 panel = GATE_UP ? item.block : 2 * item.block + second;
-            panel = panel < panels ? panel : panel - 1;
-            u32 bytes = codes ? CODE_BYTES : PANEL_SCALE_BYTES;
-            const u8* source = codes ? (second ? second_codes : first_codes)
-                                     : (second ? second_scales : first_scales);
-            u64 stride = codes ? (second ? second_code_stride : first_code_stride)
-                               : (second ? second_scale_stride : first_scale_stride);
-            source += item.expert * stride + u64(panel) * chunks * bytes;
-            u32 ring = (codes ? code_ring : scale_ring) + second * bytes;
-            auto fill_weights = [&](u32 chunk, u32 stage) {
-                if (lane == 0)
-                    barrier_arrive_expect(full + 8 * stage, WEIGHT_BYTES + eights * ROWS_BYTES);
-                if (lane < 4)
-                    copy_bulk(ring + stage * 2 * bytes, source + chunk * bytes, bytes,
-                              full + 8 * stage);
-            };
-            auto fill_rows = [&](u32 chunk, u32 stage) {
-                if (lane < eights)
-                    copy_bulk(x_ring + stage * X_BYTES + lane * ROWS_BYTES,
-                              rows + chunk * ROWS_BYTES, ROWS_BYTES, full + 8 * stage);
-            };
-            u32 chunk = 0;
-            if (!waited) {  // the ring's first weights need no h
-                u32 ahead = chunks < STAGES ? chunks : STAGES;
-#pragma unroll 1
-                for (u32 stage = 0; stage < ahead; ++stage) fill_weights(stage, stage);
-                wait_for_earlier_kernels();
-                waited = true;
-#pragma unroll 1
-                for (; chunk < ahead; ++chunk, place.next()) fill_rows(chunk, chunk);
-            }
-#pragma unroll 1
-            for (; chunk < chunks; ++chunk, place.next()) {
-                barrier_wait(empty + 8 * place.stage, place.parity ^ 1);
-                fill_weights(chunk, place.stage);
-                fill_rows(chunk, place.stage);
-            }
-        }
-        return;
-    }
-    if (warp > WARPS) {  // rows of x: each warp fills every third stage
-        u32 number = warp - WARPS - 1, piece = lane % 8, turn = 0;
-        for (u32 index = blockIdx.x; GATHER && index < items; index += gridDim.x) {
-            Item item = work.find(num_experts, index, blocks);
-            u32 row_of[TOKENS / 4];  // of rows lane / 8, + 4, ...
-#pragma unroll
-            for (u32 i = 0; i < TOKENS / 4; ++i) {
-                u32 row = 4 * i + lane / 8;
-                row_of[i] = row < item.count ? slots[item.first + row] / top_k : 0;
-            }
-            for (u32 chunk = 0; chunk < chunks; ++chunk, place.next()) {
-                bool mine = turn == number;
-                turn = turn + 1 == GATHER_WARPS ? 0 : turn + 1;
-                if (!mine) continue;
-                barrier_wait(empty + 8 * place.stage, place.parity ^ 1);
-                u32 target = x_ring + place.stage * X_BYTES;
-#pragma unroll
-                // Eight lanes copy 128 bytes of a row. Rows past the count keep old values: they
-                // reach only columns that nobody stores.
-                for (u32 i = 0; i < TOKENS / 4; ++i) {
-                    u32 row = 4 * i + lane / 8;
-                    if (row < item.count) {
-                        const u8* values = x + (u64(row_of[i]) * k + chunk * CHUNK) * 2 + piece * 16;
-                        u32 to = target + row / 8 * ROWS_BYTES + row % 8 * 128 +
-                                 (piece ^ (row % 8)) * 16;
-                        copy_16(to, values);
-                        copy_16(to + ROWS_BYTES / 2, values + 128);
-                    }
-                }
-                copies_wait();
-                proxy_fence();
-                __syncwarp();
-                if (lane == 0) barrier_arrive(full + 8 * place.stage);
-            }
-        }
+    u32 items = work.tiles_before[num_experts] * blocks;
+    if (warp >= WARPS) {
+        take_registers<false>();
+        if (warp == WARPS) fill_ring(given, ring, work, blocks, items, lane);
+        else if (GATHER) gather_rows(given, ring, work, blocks, items, warp - WARPS - 1, lane);
         return;
     }
 
     take_registers<true>();
-    u64 ring_rows = operand(x_ring, ROWS_BYTES);
-    for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
+    Place place;
+    for (u32 index = blockIdx.x, turn = 0; index < items; index += gridDim.x, ++turn) {
         Item item = work.find(num_experts, index, blocks);
         float first_factor = first_factors[item.expert];
         float second_factor = second_factors[item.expert];
-#if FORMAT_NVFP4
-        constexpr u32 first_offset = 0, second_offset = 0;
-#else
-        // The factor is 2^p: its exponent bits are the largest scale byte.
-        u32 first_offset = (245 - (__float_as_uint(first_factor) >> 23)) * 128 * 65537;
-        u32 second_offset = (245 - (__float_as_uint(second_factor) >> 23)) * 128 * 65537;
-#endif
         float sums[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
-        Multiply multiply{full, empty, code_ring + warp * 512 + lane * 16,
-                          scale_ring + (warp * 8 + lane / 4) * SCALE_BYTES, ring_rows, chunks,
-                          first_offset, second_offset};
+        Lane in_ring{ring.codes + warp * 512 + lane * 16,
+                     ring.scales + (warp * 8 + lane / 4) * SCALE_BYTES,
+                     ring.x_scales + lane % 4 * 8, tables, operand(ring.x, ROWS_BYTES)};
+#if A8
+        Passes passes(given, item.expert);
+#if UNITS_BF16
+        if (passes.first == BF16_PASS) {
+            Multiply<Bf16Operands> multiply(ring, in_ring, k / CHUNK, first_factor, second_factor);
+            multiply.first_counts = !passes.first_on_fp8;
+            multiply.second_counts = !passes.second_on_fp8;
+            WIDTHS(item.count, multiply.run, sums, place)
+        }
+#endif
+#if UNITS_FP8
+        if (passes.last == FP8_PASS) {
+            Multiply<Fp8Operands> multiply(ring, in_ring, k / CHUNK, first_factor, second_factor);
+            multiply.first_counts = passes.first_on_fp8;
+            multiply.second_counts = passes.second_on_fp8;
+            WIDTHS(item.count, multiply.run, sums, place)
+        }
+#endif
+#else
+        Multiply multiply{ring, in_ring, k / CHUNK, bf16_offset(first_factor),
+                          bf16_offset(second_factor)};
         WIDTHS(item.count, multiply.run, sums, place)
+#endif
+#if A8 && GATE_UP
+        Quantized h{static_cast<u8*>(out), wide_h, h_scales, down_on_fp8};
+        finish_a8(sums, item, first_factor, second_factor, divide, limit, slots, weights, h, panels,
+                  staging, turn, warp, lane);
+#else
         finish(sums, item, first_factor, second_factor, divide, limit, slots, out, panels,
                staging + warp / 4 * OUT_BYTES, warp, lane);
+#endif
     }
 }

@@ -8,13 +8,19 @@ constexpr u32 PANEL = 128;                       // weight rows
 constexpr u32 CODE_BYTES = PANEL * CHUNK / 2;    // of a panel in a stage
 constexpr u32 PANEL_SCALE_BYTES = PANEL * SCALE_BYTES;
 constexpr u32 WEIGHT_BYTES = 2 * (CODE_BYTES + PANEL_SCALE_BYTES);
-constexpr u32 ROWS_BYTES = 8 * CHUNK * 2;        // of eight token rows in a stage
+constexpr bool MIXED = UNITS_FP8 && UNITS_BF16;  // some experts run on these units, some on those
+constexpr u32 ROWS_BYTES = 8 * CHUNK * (UNITS_BF16 ? 2 : 1);  // of eight token rows in a stage
+constexpr u32 FP8_ROWS_BYTES = 8 * CHUNK;        // of them, where they are e4m3
 constexpr u32 X_BYTES = TOKENS / 8 * ROWS_BYTES;
+constexpr u32 PIECE_SCALE_BYTES = 8 * 4;         // of eight token rows in a stage, class a8
+constexpr u32 X_SCALE_BYTES = A8 ? TOKENS * 4 : 0;
 constexpr u32 MAX_EXPERTS = 1024;
-constexpr bool STAGED = TOKENS >= 24;            // the epilogue goes through shared memory
-constexpr bool OVERLAP = TOKENS <= 16;           // a stage's last wgmmas run on into the next stage
+constexpr bool STAGED = TOKENS >= 24 && !A8;     // the epilogue goes through shared memory
+constexpr u32 TABLE_BYTES = 16 * 8;              // kernels/cuda/unpack_fp8.cuh
 constexpr u32 OUT_ROW = 80;                      // bytes of 32 results of a token, and padding
 constexpr u32 OUT_BYTES = STAGED ? 32 * OUT_ROW : 0;  // of a warpgroup: 32 tokens at a time
+// Of a8's gate_up: a code of 128 features a token, and two arrays of largest magnitudes.
+constexpr u32 STAGING_BYTES = A8 ? (GATE_UP ? TOKENS * (128 + 8) : 0) : WARPS / 4 * OUT_BYTES;
 
 // Up to TOKENS rows of one expert, and a block of its weight rows. `group` is the first row's place
 // in packed rows, in eights: those of expert e begin at offsets[e] / 8 + e, so that each expert's
@@ -86,7 +92,7 @@ struct Place {
 // A wide tile's accumulators need the registers that the filling warps don't.
 template <bool multiplies>
 __device__ __forceinline__ void take_registers() {
-    if constexpr (TOKENS >= 96) {
+    if constexpr (TOKENS >= (A8 ? 40 : 96)) {
         if constexpr (multiplies) asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
         else asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     }

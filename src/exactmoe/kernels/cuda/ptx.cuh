@@ -68,7 +68,11 @@ __device__ __forceinline__ void copy_16(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
-// All copy_16 of this thread have landed.
+__device__ __forceinline__ void copy_4(u32 target, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+// All copy_16 and copy_4 of this thread have landed.
 __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -98,6 +102,23 @@ __device__ __forceinline__ void store_16(void* target, const u32 (&words)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
+}
+
+__device__ __forceinline__ void store_8(u32 address, const u32 (&words)[2]) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_4(u32 address, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void store_1(u32 address, u32 byte) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(byte) : "memory");
+}
+
+__device__ __forceinline__ void raise_to(u32 address, u32 word) {
+    asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit values, each stored transposed; lane i gives the address of row i % 8
@@ -150,5 +171,22 @@ __device__ __forceinline__ u32 round_bf16x2(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     if (low != low) word = (word & 0xFFFF0000u) | 0x7FC0u;
     if (high != high) word = (word & 0x0000FFFFu) | 0x7FC00000u;
+    return word;
+}
+
+// Two e4m3 in the low 16 bits, low byte first, saturating at 448; 0x80 where a value rounds to -0.
+__device__ __forceinline__ u32 round_e4m3x2(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+// Two e4m3 (the low 16 bits) as two bf16, exactly.
+__device__ __forceinline__ u32 e4m3x2_to_bf16x2(u32 codes) {
+    u32 word;
+    asm("{ .reg .b32 halves; .reg .b16 low, high; .reg .f32 a, b;\n"
+        "cvt.rn.f16x2.e4m3x2 halves, %1; mov.b32 {low, high}, halves;\n"
+        "cvt.f32.f16 a, low; cvt.f32.f16 b, high; cvt.rn.bf16x2.f32 %0, b, a; }"
+        : "=r"(word) : "h"(u16(codes)));
     return word;
 }

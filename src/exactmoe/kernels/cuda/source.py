@@ -6,25 +6,34 @@ The parts hold no #include, so run-time compilation needs no header search path.
 from dataclasses import dataclass
 from importlib.resources import files
 
-_PARTS = (
-    "ptx.cuh",
-    "functions.cuh",
-    "unpack.cuh",
+from exactmoe.kernels.cuda.wgmma import dispatch, instructions
+
+_BEFORE = ("ptx.cuh", "functions.cuh", "unpack.cuh")
+_A16 = ("experts.cuh", "fill.cuh", "multiply.cuh", "epilogue.cuh", "experts.cu")
+_A8 = (
+    "wide.cuh",
+    "unpack_fp8.cuh",
     "experts.cuh",
-    "multiply.cuh",
+    "fill.cuh",
+    "operands_a8.cuh",
+    "multiply_a8.cuh",
     "epilogue.cuh",
+    "epilogue_a8.cuh",
     "experts.cu",
 )
-_PACK_PARTS = ("ptx.cuh", "pack.cu")
-# Token widths that are offered. All use wgmma m64nNk16, so none changes a bit.
-TOKENS = (8, 16, 40, 64, 128)
-_WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 120)
+_PACK, _PACK_A8 = ("ptx.cuh", "pack.cu"), ("ptx.cuh", "wide.cuh", "pack_a8.cu")
+# Token widths that are offered in each class. All use one instruction of the same units, so none
+# changes a bit.
+TOKENS = {"a16": (8, 16, 40, 64, 128), "a8": (8, 16, 40, 64)}
+# Units that the experts of a kernel take: "both" decides expert by expert.
+UNITS = ("bf16", "fp8", "both")
 PANEL = 128  # weight rows
 THREADS = 640
 # Of shared memory, a block may have this much (sm_90), and the kernel's own arrays need some.
 _SHARED_BYTES = 232448 - 8704
 _PANEL_BYTES = {"nvfp4": 8192 + 1024, "mxfp4": 8192 + 512}
 _STAGING_BYTES = 4 * 32 * 80
+_TABLE_BYTES = 128
 _BARRIER_BYTES = 256
 _ALIGNMENT = 1024
 _MOST_STAGES = 12
@@ -42,6 +51,9 @@ class Variant:
         tokens: the tile's token width.
         gather: gate_up only: rows come from x, not packed.
         slot_f32: down only: slots are float32, not bfloat16.
+        activation: "a16" or "a8".
+        units: of the experts, one of UNITS; "bf16" in a16.
+        down_units: gate_up of a8 only: of the experts' down.
     """
 
     op: str
@@ -49,16 +61,27 @@ class Variant:
     tokens: int
     gather: bool = False
     slot_f32: bool = False
+    activation: str = "a16"
+    units: str = "bf16"
+    down_units: str = "bf16"
+
+    @property
+    def _a8(self) -> bool:
+        return self.activation == "a8"
 
     @property
     def _fixed_bytes(self) -> int:
-        staging = _STAGING_BYTES if self.tokens >= 24 else 0
+        if self._a8:
+            staging = _TABLE_BYTES + (self.tokens * 136 if self.op == "gate_up" else 0)
+        else:
+            staging = _STAGING_BYTES if self.tokens >= 24 else 0
         return staging + _BARRIER_BYTES + _ALIGNMENT
 
     @property
     def _stage_bytes(self) -> int:
-        """128 of k of two panels and of the token rows."""
-        return 2 * _PANEL_BYTES[self.format] + self.tokens * 256
+        """128 of k of two panels, of the token rows, and the rows' scales."""
+        row = 128 if self.units == "fp8" else 256
+        return 2 * _PANEL_BYTES[self.format] + self.tokens * (row + 4 * self._a8)
 
     @property
     def stages(self) -> int:
@@ -81,59 +104,43 @@ class Variant:
             "GATE_UP": int(self.op == "gate_up"),
             "GATHER": int(self.gather),
             "SLOT_F32": int(self.slot_f32),
+            "A8": int(self._a8),
+            "UNITS_FP8": int(self.units != "bf16"),
+            "UNITS_BF16": int(self.units != "fp8"),
+            "DOWN_FP8": int(self.down_units == "fp8"),
+            "DOWN_MIXED": int(self.down_units == "both"),
         }
-        parts = [f"#define {name} {value}\n" for name, value in constants.items()]
-        folder = files(__package__)
-        for name in _PARTS:
-            if name == "experts.cuh":
-                parts += [_wgmma(_widths(self.tokens)), _dispatch(_widths(self.tokens))]
-            parts.append((folder / name).read_text(encoding="utf-8"))
-        return "".join(parts)
+        kinds = {"bf16": ("chain",), "fp8": ("fp8",), "both": ("chain", "fp8")}[self.units]
+        matrix = instructions(self.tokens, kinds if self._a8 else ("sum",)) + dispatch(self.tokens)
+        return _defines(constants) + _joined(_BEFORE) + matrix + _joined(_A8 if self._a8 else _A16)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """The kernel that packs token rows."""
+    """The kernel that packs token rows.
 
+    Attributes:
+        activation: "a16" or "a8".
+        units: of the experts that read them, one of UNITS.
+    """
+
+    activation: str = "a16"
+    units: str = "bf16"
     entry = "pack"
     shared_bytes = 0
 
     def text(self) -> str:
         """CUDA C++."""
-        folder = files(__package__)
-        return "".join((folder / name).read_text(encoding="utf-8") for name in _PACK_PARTS)
+        if self.activation == "a16":
+            return _joined(_PACK)
+        units = {"UNITS_FP8": int(self.units != "bf16"), "UNITS_BF16": int(self.units != "fp8")}
+        return _defines(units) + _joined(_PACK_A8)
 
 
-def _widths(tokens: int) -> tuple[int, ...]:
-    """Token columns that a tile multiplies, by how many of its rows are taken."""
-    return tuple(width for width in _WIDTHS if width < tokens) + (tokens,)
+def _defines(constants: dict[str, int]) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items())
 
 
-def _dispatch(widths: tuple[int, ...]) -> str:
-    """`WIDTHS(count, run, ...)` calls run<N> with the least width that holds `count`."""
-    calls = [f"if ((count) <= {width}) run<{width}>(__VA_ARGS__);" for width in widths[:-1]]
-    calls.append(f"run<{widths[-1]}>(__VA_ARGS__);")
-    return "#define WIDTHS(count, run, ...) " + " else ".join(calls) + "\n"
-
-
-def _wgmma(widths: tuple[int, ...]) -> str:
-    """`wgmma<N>(sums, a, rows)`: sums [64, N] += a [64, 16] x rows [16, N], a in registers."""
-    text = "template <int N> __device__ void wgmma(float (&)[TOKENS / 2], const u32 (&)[4], u64);\n"
-    for width in widths:
-        count = width // 2
-        sums = ", ".join(f"%{i}" for i in range(count))
-        a = ", ".join(f"%{count + i}" for i in range(4))
-        outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
-        text += f"""
-template <>
-__device__ __forceinline__ void wgmma<{width}>(float (&sums)[TOKENS / 2], const u32 (&a)[4],
-                                               u64 rows) {{
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 "
-        "{{{sums}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 0;"
-        : {outputs}
-        : {inputs}, "l"(rows));
-}}
-"""
-    return text + "\n"
+def _joined(names: tuple[str, ...]) -> str:
+    folder = files(__package__)
+    return "".join((folder / name).read_text(encoding="utf-8") for name in names)

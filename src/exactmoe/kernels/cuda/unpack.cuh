@@ -62,3 +62,29 @@ __device__ __forceinline__ u32 times(u32 pair, u32 scales, int half) {
             : "=r"(product) : "r"(pair), "r"(scales));
     return product;
 }
+
+// A operands of steps `step` and `step` + 1, step even: rows of the first and of the second panel.
+__device__ __forceinline__ void operands_of_pair(const u32 (&first)[4], const u32 (&second)[4],
+                                                 const Scales& first_scale,
+                                                 const Scales& second_scale, int step,
+                                                 u32 first_offset, u32 second_offset,
+                                                 u32 (&a)[4], u32 (&next)[4]) {
+    u32 low[4], high[4];
+    unpack(first[step / 2], low);
+    unpack(second[step / 2], high);
+    u32 scale = first_scale.pair(step, first_offset);
+    u32 other = second_scale.pair(step, second_offset);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32(&operands)[4] = half ? next : a;
+        operands[0] = times(low[2 * half], scale, half);
+        operands[2] = times(low[2 * half + 1], scale, half);
+        operands[1] = times(high[2 * half], other, half);
+        operands[3] = times(high[2 * half + 1], other, half);
+    }
+}
+
+// What `Scales::pair` adds. MXFP4's factor is 2^p: its exponent bits are the largest scale byte.
+__device__ __forceinline__ u32 bf16_offset(float factor) {
+    return FORMAT_NVFP4 ? 0 : (245 - (__float_as_uint(factor) >> 23)) * 128 * 65537;
+}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from exactmoe.errors import Unsupported
@@ -23,6 +24,8 @@ class CudaWeight:
         scales: uint8 [E, N, blocks], the bank's own memory.
         factors: float32 [E]: global scales; 2^p for MXFP4.
         divide: the accumulator is divided by the factor.
+        units: matrix units that its experts take: "bf16", "fp8", or "both" where they differ.
+        on_fp8: uint8 [E]: 1 of the experts on the fp8 units.
     """
 
     format: str
@@ -30,6 +33,8 @@ class CudaWeight:
     scales: Tensor
     factors: Tensor
     divide: bool
+    units: str
+    on_fp8: Tensor
 
     @property
     def num_experts(self) -> int:
@@ -44,8 +49,11 @@ class CudaWeight:
         return 2 * int(self.codes.shape[2])
 
 
-def prepare(weight: PackedWeight) -> CudaWeight:
+def prepare(weight: PackedWeight, fp8: Tensor | None = None) -> CudaWeight:
     """A view of a weight whose bytes are in fragment order.
+
+    Args:
+        fp8: bool [E]: experts in the order of the fp8 units (formats/fragment_fp8.py); None: none.
 
     Raises:
         Unsupported: the format or a size has no fragment order, or the bytes lie where bulk copies
@@ -64,6 +72,24 @@ def prepare(weight: PackedWeight) -> CudaWeight:
             )
     factors = weight.global_scale
     if factors is None:
-        factors = power_of_two(largest_exponents(weight))
+        factors = power_of_two(largest_exponents(weight, fp8))
     divide = weight.global_scale is not None and weight.global_scale_op == "divide"
-    return CudaWeight(weight.format, weight.codes, weight.scales, factors.contiguous(), divide)
+    on_fp8 = torch.zeros(weight.num_experts, dtype=torch.uint8, device=weight.device)
+    if fp8 is not None:
+        on_fp8 = fp8.to(torch.uint8)
+    return CudaWeight(
+        weight.format,
+        weight.codes,
+        weight.scales,
+        factors.contiguous(),
+        divide,
+        _units(on_fp8),
+        on_fp8.contiguous(),
+    )
+
+
+def _units(on_fp8: Tensor) -> str:
+    count = int(on_fp8.sum())
+    if count == 0:
+        return "bf16"
+    return "fp8" if count == on_fp8.numel() else "both"

@@ -18,6 +18,6 @@ def tiles(trial: Trial) -> None:
     for tokens in sorted({*_WIDTHS, min(1000, max(trial.widths))}):
         batch = trial.random(tokens, _STREAM)
         expected = trial.run(batch)
-        for width in offered(layer.plan().backend):
+        for width in offered(layer.plan().tiles):
             with env.forced("EXACTMOE_TILE", str(width)):
                 trial.compare("tiles", f"tile of {width} tokens", expected, trial.run(batch))

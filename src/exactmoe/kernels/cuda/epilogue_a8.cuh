@@ -1,0 +1,101 @@
+// h of class a8: times the token's routing weight, quantised, packed as down reads it.
+//
+// A block's item holds 128 features of h, so one group of 128 that shares a scale. Its four
+// warpgroups meet twice: behind the largest magnitudes, and when all codes lie in shared memory.
+
+constexpr u32 GROUP_BARRIER = 1;
+constexpr u32 AMAX_BYTES = TOKENS * 4;  // two arrays lie behind the codes
+
+__device__ __forceinline__ void clear_amax(u32 staging, u32 thread) {
+    if (thread < 2 * TOKENS) store_4(staging + TOKENS * 128 + thread * 4, 0);
+}
+
+// Where h goes: e4m3 rows, the same codes as bf16 where down runs on the bf16 units, and scales.
+struct Quantized {
+    u8* codes;
+    u8* wide;
+    float* scales;
+    const u8* on_fp8;  // of each expert's down
+};
+
+// Contract section 3: the exponent of the scale of a group, biased by 127.
+__device__ __forceinline__ u32 scale_exponent(u32 amax) {
+    float step = __fmul_rn(max_nan(__uint_as_float(amax), 1e-4f), 1.0f / 448.0f);
+    u32 bits = __float_as_uint(step);
+    return (bits >> 23) + ((bits & 0x7FFFFFu) != 0);
+}
+
+__device__ __forceinline__ bool finite(u32 amax) { return amax < 0x7F800000u; }
+
+// `turn` counts the items of this block.
+__device__ __forceinline__ void finish_a8(const float (&sums)[TOKENS / 2], const Item& item,
+                                          float gate_factor, float up_factor, u32 divide,
+                                          float limit, const int* slots, const float* weights,
+                                          const Quantized& h, u32 panels, u32 staging, u32 turn, u32 warp,
+                                          u32 lane) {
+    u32 amax = staging + TOKENS * 128;
+    u32 mine = amax + (turn & 1) * AMAX_BYTES, other = amax + (~turn & 1) * AMAX_BYTES;
+    float values[TOKENS / 4];
+#pragma unroll
+    for (u32 i = 0; i < TOKENS / 4; ++i) {
+        float gate = scaled(sums[i / 2 * 4 + i % 2], gate_factor, divide & 1);
+        float up = scaled(sums[i / 2 * 4 + 2 + i % 2], up_factor, divide & 2);
+        values[i] = swiglu(gate, up, limit);
+    }
+#pragma unroll
+    for (u32 i = 0; i < TOKENS / 4; ++i) {
+        u32 pair = i / 2, token = pair * 8 + lane % 4 * 2 + i % 2;
+        if (pair * 8 >= item.count) break;
+        float weight = token < item.count ? weights[slots[item.first + token]] : 0.0f;
+        values[i] = __fmul_rn(values[i], weight);
+        u32 largest = __float_as_uint(values[i]) & 0x7FFFFFFFu;
+#pragma unroll
+        for (u32 distance = 4; distance < 32; distance *= 2) {
+            u32 found = __shfl_xor_sync(~0u, largest, distance);
+            largest = largest > found ? largest : found;
+        }
+        if (lane < 4) raise_to(mine + token * 4, largest);
+    }
+    sync_threads(GROUP_BARRIER, 32 * WARPS);
+    u32 thread = threadIdx.x, feature = warp * 8 + lane / 4;
+    u64 place = u64(item.group) * panels + item.block;
+#pragma unroll
+    for (u32 i = 0; i < TOKENS / 4; i += 2) {
+        u32 token = i / 2 * 8 + lane % 4 * 2;
+        if (i / 2 * 8 >= item.count) break;
+        u32 largest[2];
+        load_8(largest, mine + token * 4);
+        float scaled_values[2];
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j)
+            scaled_values[j] = __fmul_rn(
+                values[i + j], __uint_as_float((254 - scale_exponent(largest[j])) << 23));
+        u32 codes = round_e4m3x2(scaled_values[0], scaled_values[1]);
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j) {
+            u32 code = codes >> (8 * j) & 0xFF, row = (token + j) % 8;
+            code = finite(largest[j]) ? (code == 0x80 ? 0 : code) : 0x7F;
+            store_1(staging + (token + j) * 128 + (feature / 16 ^ row) * 16 + feature % 16, code);
+        }
+    }
+    if (thread < TOKENS) {
+        if (thread < item.count) {
+            u32 largest;
+            load_4(largest, mine + thread * 4);
+            float scale = __uint_as_float(scale_exponent(largest) << 23);
+            h.scales[(place + u64(thread / 8) * panels) * 8 + thread % 8] =
+                finite(largest) ? scale : 1.0f;
+        }
+        store_4(other + thread * 4, 0);  // for the next item
+    }
+    sync_threads(GROUP_BARRIER, 32 * WARPS);
+    for (u32 piece = thread; piece < item.count * 8; piece += 32 * WARPS) {
+        u32 token = piece / 8, row = token % 8, codes[4];
+        load_16(codes, staging + piece * 16);
+        u64 eight = place + u64(token / 8) * panels;
+        if (!DOWN_MIXED ? DOWN_FP8 : h.on_fp8[item.expert] != 0)
+            store_16(h.codes + eight * 1024 + row * 128 + piece % 8 * 16, codes);
+        else
+            store_wide(h.wide + eight * 2048, row, piece % 8 ^ row, codes);
+    }
+}

@@ -1,0 +1,101 @@
+// Weights of one stage, of one lane: codes and scales of its row of both panels, and their chain of
+// 128 along k on one kind of matrix units.
+
+#if UNITS_FP8
+struct Fp8Operands {
+    u32 first[4], second[4];
+    Tables first_tables, second_tables;
+
+    // Tables hold code x 2^(s - 8), s of the largest block of a piece is 14; MXFP4's factor is 2^p.
+    static __device__ __forceinline__ u32 offset(float factor) {
+        return ((FORMAT_NVFP4 ? 0u : 127u - (__float_as_uint(factor) >> 23)) - 6u) << 23;
+    }
+
+    __device__ __forceinline__ void load(u32 codes, u32 scales) {
+        load_16(first, codes);
+        load_16(second, codes + CODE_BYTES);
+        first_tables.load(scales);
+        second_tables.load(scales + PANEL_SCALE_BYTES);
+    }
+
+    __device__ __forceinline__ void factors(float& of_first, float& of_second, u32 first_offset,
+                                            u32 second_offset) const {
+        of_first = first_tables.factor(first_offset);
+        of_second = second_tables.factor(second_offset);
+    }
+
+    static __device__ __forceinline__ void unpack(u32 word, const Tables& scales, int step, u32 tables,
+                                                  u32& a, u32& b) {
+        u32 low[2];
+#if FORMAT_NVFP4  // blocks of 16: registers a and b have a scale each
+        u32 high[2];
+        load_8(low, tables + scales.of(2 * step));
+        load_8(high, tables + scales.of(2 * step + 1));
+        unpack_fp8(word, low, high, a, b);
+#else
+        load_8(low, tables + scales.of(step));
+        unpack_fp8(word, low, low, a, b);
+#endif
+    }
+
+    template <int N>
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 tables, u32,
+                                             u32) const {
+        u32 a[4][4];
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            unpack(first[step], first_tables, step, tables, a[step][0], a[step][2]);
+            unpack(second[step], second_tables, step, tables, a[step][1], a[step][3]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            wgmma_fp8<N>(chain, a[step], rows + step * 2, step > 0);
+        wgmma_commit();
+    }
+};
+#endif
+
+#if UNITS_BF16
+struct Bf16Operands {
+    u32 first[4], second[4];
+    Scales first_scale, second_scale;
+
+    static __device__ __forceinline__ u32 offset(float factor) { return bf16_offset(factor); }
+
+    __device__ __forceinline__ void load(u32 codes, u32 scales) {
+        load_16(first, codes);
+        load_16(second, codes + CODE_BYTES);
+        first_scale.load(scales);
+        second_scale.load(scales + PANEL_SCALE_BYTES);
+    }
+
+    // Operands hold weight x 2^-8.
+    __device__ __forceinline__ void factors(float& of_first, float& of_second, u32, u32) const {
+        of_first = of_second = 256.0f;
+    }
+
+    template <int N>
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32,
+                                             u32 first_offset, u32 second_offset) const {
+        constexpr int GROUP = N >= 32 ? 2 : 4;  // steps of 16 along k in one wgmma group
+#pragma unroll
+        for (int begin = 0; begin < 8; begin += GROUP) {
+            u32 a[GROUP][4];
+#pragma unroll
+            for (int pair = 0; pair < GROUP / 2; ++pair)
+                operands_of_pair(first, second, first_scale, second_scale, begin + 2 * pair,
+                                 first_offset, second_offset, a[2 * pair], a[2 * pair + 1]);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                int step = begin + i;
+                wgmma_chain<N>(chain, a[i], rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16),
+                               step > 0);
+            }
+            wgmma_commit();
+            if (begin + GROUP < 8) wgmma_wait<1>();
+        }
+    }
+};
+#endif

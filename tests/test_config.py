@@ -107,7 +107,14 @@ BAD_FIELDS = [
         for bad in ("cpu", (), [], None, 2, ("cpu", 0), ("",), {"cpu"}, b"cpu")
     ),
     *(
-        (Placement, {}, "partition", bad, "partition", "even, or the card's number of each expert")
+        (
+            Placement,
+            {},
+            "partition",
+            bad,
+            "partition",
+            "even, fit, or the card's number of each expert",
+        )
         for bad in ("odd", (), 3, {0})
     ),
     (Placement, {}, "partition", (0, 1), "owner of expert 1", "an integer from 0 to 0"),

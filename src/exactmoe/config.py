@@ -21,7 +21,7 @@ MAX_TOP_K = 64
 DEVICE_TYPES = ("cpu", "cuda")
 _DEVICES = ", ".join(DEVICE_TYPES)
 # Partitions that have a name, and what cards may send back.
-PARTITIONS = ("even",)
+PARTITIONS = ("even", "fit")
 RETURNS = ("auto", "slots", "partials")
 _PARTITION = f"{', '.join(PARTITIONS)}, or the card's number of each expert"
 # Names of the contract's classes.
@@ -215,8 +215,10 @@ class Placement(_FromDict):
     Attributes:
         cards: device names of this process, one a card, for example ("cuda:0", "cuda:1") or
             ("cpu", "cpu"). Tokens live on the first, which is their owner.
-        partition: which card owns which expert: "even", or the card's number of each expert
-            (`Partition(...).owners`). None: as the bank is split already, else "even".
+        partition: which card owns which expert: "even"; "fit", by the memory that is free on each
+            card when a checkpoint is loaded; or the card's number of each expert
+            (`Partition(...).owners`). None: as the bank is split already; "fit" in `load_model`,
+            else "even".
         returns: what the other cards send back. "slots": their slots, for any partition.
             "partials": one float32 vector a token for each complete subtree of the combine, where
             no two cards share one of its 8 groups. "auto": partials where every other card needs

@@ -4,7 +4,7 @@ Routed experts are cut over the cards, whole ones, the same cut in every layer (
 Everything else lies on the first card.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,19 +13,23 @@ import torch
 from exactmoe.bank.partition import Partition
 from exactmoe.bank.placing import fit
 from exactmoe.checkpoint.model_bytes import ModelBytes
+from exactmoe.config import Limits, Placement
 from exactmoe.dense import dense_regions
-from exactmoe.errors import ConfigError
+from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.families import LayerSpec
 from exactmoe.layer import block_regions
 from exactmoe.ops import DEVICE, PACKED, Storage
 from exactmoe.parallel.cards import OWNER, Cards
+from exactmoe.parallel.placement import partition_of
 from exactmoe.routed import expert_regions
-from exactmoe.runtime.sizes import gib
+from exactmoe.runtime.free_memory import free_bytes
+from exactmoe.runtime.sizes import gib, parse_bytes
 from exactmoe.runtime.workspace import Region, total_bytes
 
 # A process that replays graphs has one arena for calls and one for what it captured.
 ARENAS = 2
 _MOST_CARDS = 16
+_UNKNOWN = 2**62
 
 
 @dataclass(frozen=True)
@@ -259,3 +263,101 @@ def _least(holds: Callable[[int], bool], most: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
+
+
+def partition_for(
+    model: ModelBytes,
+    placement: Placement,
+    devices: Sequence[torch.device],
+    limits: Limits | None,
+    kv_reserve: int | str | Sequence[int | str],
+) -> Partition | None:
+    """Who owns which expert of a model that is about to be loaded; None: there is one card.
+
+    As the placement says; where it says nothing, by free memory, and evenly where all cards are one
+    device.
+
+    Raises:
+        ConfigError: a partition or a reserve that is not allowed.
+        Unsupported: the model does not fit; as `plan_cards`.
+    """
+    asked, one_device = placement.partition, len(set(devices)) == 1
+    rows = max((limits or Limits()).rows_on(device) for device in devices)
+    if len({layer.num_experts for layer in model.layers if layer.num_experts}) != 1:
+        if len(devices) > 1:
+            experts_of(model)  # raises
+        return None
+    num_experts, _ = experts_of(model)
+    partition = None
+    if asked == "even" or isinstance(asked, tuple) or (asked is None and one_device):
+        partition = partition_of(placement, num_experts)
+    if partition is not None and not one_device:
+        _reserves(kv_reserve, len(devices))
+        return partition
+    plan = plan_cards(model, devices[:1] if partition else devices, rows, kv_reserve)
+    return partition or plan.partition
+
+
+def plan_cards(
+    model: ModelBytes,
+    devices: Sequence[torch.device],
+    rows: int,
+    kv_reserve: int | str | Sequence[int | str] = 0,
+) -> ModelPlan:
+    """The plan of a model on the cards of this process, by the memory that is free on them now.
+
+    Args:
+        model: its bytes.
+        devices: of the cards; those of one device share its memory equally.
+        rows: tokens a piece of a call.
+        kv_reserve: bytes ("8GiB") kept free for the KV cache: of the first card, where attention
+            is, or one a card.
+
+    Raises:
+        ConfigError: a reserve that is not allowed.
+        Unsupported: it does not fit; says what is free on which card, how much is missing, and what
+            would fit.
+    """
+    free = []
+    for device in devices:
+        found = free_bytes(device)
+        # Where nobody says how much there is, a failed allocation will.
+        free.append(_UNKNOWN if found is None else found // list(devices).count(device))
+    reserves = _reserves(kv_reserve, len(free))
+    setting = Setting(model, tuple(free), rows, reserves, model.other_bytes or 0)
+    plan = plan_model(setting)
+    if plan.partition is None:
+        raise Unsupported(_no_fit(plan, devices))
+    return plan
+
+
+def _reserves(asked: int | str | Sequence[int | str], num_cards: int) -> tuple[int, ...]:
+    given = asked
+    if isinstance(given, (int, str)):
+        given = (given, *(0,) * (num_cards - 1))
+    given = given if isinstance(given, Sequence) else ()
+    found = [parse_bytes("kv_reserve", v) if isinstance(v, str) else v for v in given]
+    good = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in found)
+    if not good or len(found) != num_cards:
+        raise ConfigError(
+            f"kv_reserve is {asked!r}; allowed: bytes from 0, or text such as '8GiB', of the first "
+            f"card, or one for each of {num_cards}"
+        )
+    return tuple(found)
+
+
+def _no_fit(plan: ModelPlan, devices: Sequence[torch.device]) -> str:
+    model, each = plan.setting.model, experts_of(plan.setting.model)[1]
+    lines = [
+        f"{model.name} does not fit: {gib(model.routed_bytes)} of routed experts, whole ones of "
+        f"{gib(each)} in all layers; {gib(plan.missing)} are missing"
+    ]
+    for number, (card, device) in enumerate(zip(plan.cards, devices, strict=True)):
+        lines.append(
+            f"card {number}, {device}: {gib(card.free)} free, {gib(card.dense + card.other)} for "
+            f"dense parts, {gib(card.workspace)} for workspace, {gib(card.kv_reserve)} for the KV "
+            f"cache, so {gib(max(card.left - card.kv_reserve, 0))} for experts"
+        )
+    changes = [change.replace("--rows", "max_rows") for change in plan.would_fit]
+    lines.append(f"would fit: {'; or '.join(changes) or 'no change that was tried'}")
+    return "\n".join(lines)

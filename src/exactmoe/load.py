@@ -1,10 +1,12 @@
 """load_layer: one MLP block of a checkpoint as a layer that runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from exactmoe.bank import Partition, SplitBank
 from exactmoe.checkpoint import (
     Checkpoint,
     DenseWeights,
@@ -12,12 +14,15 @@ from exactmoe.checkpoint import (
     Progress,
     Quantization,
     Share,
+    plan_layer,
     read_layer,
     shares_of,
 )
+from exactmoe.checkpoint.model_bytes import of_layer
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
+from exactmoe.fitting import partition_for
 from exactmoe.layer import MoELayer
 from exactmoe.parallel.placement import devices_of, partition_of
 
@@ -63,20 +68,33 @@ def load_layer(
         raise ConfigError(f"layer is {layer!r}; allowed: an integer, the index of a layer")
     quantization = None if quantize is None else Quantization.of(quantize)
     checkpoint = Checkpoint(path, numerics)
-    shares = _shares(checkpoint, layer, placement, devices)
+    partition = _partition(checkpoint, layer, placement, devices, limits)
+    shares = (Share(devices[0]),) if partition is None else shares_of(partition, devices)
     weights = read_layer(checkpoint, layer, progress, quantization, shares)
     if isinstance(weights, DenseWeights):
         return _dense(weights, limits, backend, checkpoint.family.numerics.output)
-    return _moe(weights, placement, limits, backend)
+    if partition is not None:
+        weights = replace(weights, bank=SplitBank(list(weights.bank), partition))
+    return _moe(weights, replace(placement, partition=None), limits, backend)
 
 
-def _shares(
-    checkpoint: Checkpoint, layer: int, placement: Placement, devices: Sequence[torch.device]
-) -> tuple[Share, ...]:
+def _partition(
+    checkpoint: Checkpoint,
+    layer: int,
+    placement: Placement,
+    devices: Sequence[torch.device],
+    limits: Limits | None,
+) -> Partition | None:
+    """Who owns which expert of a layer; None where all is on one card."""
     moe = checkpoint.family.layer(layer).moe
     if moe is None or len(devices) == 1:
-        return (Share(devices[0]),)
-    return shares_of(partition_of(placement, moe.num_experts), devices)
+        return None
+    if placement.partition != "fit":
+        return partition_of(placement, moe.num_experts)
+    plan = plan_layer(checkpoint, layer)
+    plan.require_complete()
+    model = of_layer(str(checkpoint.path), plan)
+    return partition_for(model, placement, devices, limits, 0)
 
 
 def _dense(weights: DenseWeights, limits: Limits | None, backend: str, output: str) -> DenseMLP:

@@ -176,14 +176,22 @@ def test_a_hub_id_without_the_hub_is_named():
         load("exactmoe-tests/none")
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("progress", [True, False])
-def test_progress_bars(checkpoint, capfd, enabled, progress):
+def test_progress(checkpoint, capfd, monkeypatch, terminal, progress):
+    """A bar with bytes, rate and remaining time, on a terminal only; transformers' own never."""
     from transformers.utils import logging
 
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
     before = logging.is_progress_bar_enabled()
-    (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+    logging.enable_progress_bar()
     load_model(checkpoint, progress=progress)
-    assert ("Loading weights" in capfd.readouterr().err) == progress
-    assert logging.is_progress_bar_enabled() == enabled
+    shown = capfd.readouterr().err
+    if terminal and progress:
+        assert f"loading {checkpoint.name}" in shown
+        assert re.search(r"\d+(\.\d+)?/\d+(\.\d+)? [kM]B", shown) and "B/s" in shown
+        assert "remaining" in shown
+    else:
+        assert shown == ""
+    assert logging.is_progress_bar_enabled()
     (logging.enable_progress_bar if before else logging.disable_progress_bar)()

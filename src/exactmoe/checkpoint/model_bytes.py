@@ -1,12 +1,15 @@
 """What a model takes in memory: from the headers of its files, or from its config.json alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exactmoe.checkpoint import Checkpoint, LayerPlan, audit, plan_layer
+from exactmoe.checkpoint.audit import LoadReport, audit
+from exactmoe.checkpoint.index import Checkpoint
+from exactmoe.checkpoint.plan import LayerPlan
+from exactmoe.checkpoint.planner import plan_layer
 from exactmoe.config import Numerics
 from exactmoe.errors import CheckpointError, ConfigError
 from exactmoe.families import MTP_RULE, PROJECTIONS, LayerSpec, family_of
@@ -111,15 +114,34 @@ def of_checkpoint(
     report = audit(checkpoint)
     report.require_clean()
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
+    return of_plans(report, plans, format)
+
+
+def of_plans(
+    report: LoadReport, plans: Sequence[LayerPlan], format: str | None = None
+) -> ModelBytes:
+    """From what is known of a checkpoint already: its report, and the plans of its layers."""
     stored = dict.fromkeys(w.dialect.format for plan in plans for w in plan.experts.values())
     ignored = (entry for entry in report.ignored if entry.rule.name != MTP_RULE)
     return ModelBytes(
-        name=str(path),
-        model_type=checkpoint.family.model_type,
+        name=report.path,
+        model_type=report.model_type,
         source="headers of its files",
         format=format or ", ".join(stored),
         layers=tuple(_of_plan(plan, format) for plan in plans),
         other_bytes=sum(entry.info.nbytes for entry in ignored),
+    )
+
+
+def of_layer(path: str, plan: LayerPlan) -> ModelBytes:
+    """One layer of a checkpoint as if it were all of a model."""
+    return ModelBytes(
+        name=f"{path}, layer {plan.spec.layer}",
+        model_type="",
+        source="headers of its files",
+        format="",
+        layers=(_of_plan(plan, None),),
+        other_bytes=0,
     )
 
 

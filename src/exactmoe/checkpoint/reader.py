@@ -60,6 +60,11 @@ class _Converted:
 _Job = _Piece | _Converted
 
 
+def default_threads() -> int:
+    """Readers of a process: one a core that it may use, from 4 to 16."""
+    return min(max(len(sched_getaffinity(0)), _LEAST_READERS), _MOST_READERS)
+
+
 class Pending:
     """A projection that is being read."""
 
@@ -106,7 +111,7 @@ class Reader:
     Args:
         checkpoint: what to read from.
         progress: called with the bytes of every read, from one thread at a time.
-        threads: readers; None: one a core, from 4 to 16.
+        threads: readers; None: as `default_threads` says.
     """
 
     def __init__(
@@ -114,9 +119,8 @@ class Reader:
     ) -> None:
         self._files = Files(checkpoint.path)
         self._progress = progress
-        if threads is None:
-            threads = min(max(len(sched_getaffinity(0)), _LEAST_READERS), _MOST_READERS)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="exactmoe-reader")
+        count = default_threads() if threads is None else threads
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="exactmoe-reader")
         self._lanes = Lanes()
         self._lock, self._state = Lock(), Condition()
         self._running, self._stopped = 0, False

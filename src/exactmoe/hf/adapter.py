@@ -6,13 +6,19 @@ them is said at the line.
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -73,11 +79,21 @@ def auto_class(config: Any) -> Any:
 
 
 def from_pretrained(
-    folder: str, config: Any, quantization: QuantizationConfigMixin, device: str
+    folder: Path,
+    tensors: Mapping[str, Any],
+    config: Any,
+    quantization: QuantizationConfigMixin,
+    device: str,
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model in bf16 through our quantizer: (model, transformers' loading info)."""
-    model, info = auto_class(config).from_pretrained(
-        folder,
+    """Load a model in bf16 through our quantizer: (model, transformers' loading info).
+
+    tensors: by the names of the checkpoint in `folder`; `[...]` reads one. All others are no
+    business of transformers.
+    """
+    model_class = auto_class(config)._model_mapping[type(config)]
+    model, info = model_class.from_pretrained(
+        None,
+        state_dict=dict(tensors),
         config=config,
         quantization_config=quantization,
         dtype=torch.bfloat16,
@@ -87,8 +103,22 @@ def from_pretrained(
         # a quantizer: `PackedQuantizer.wrong_shapes` finds them.)
         ignore_mismatched_sizes=True,
     )
+    _name_after(model, folder)
     keep_rows_bf16(model)
     return model, info
+
+
+def _name_after(model: Any, folder: Path) -> None:
+    """What transformers takes from a folder beside the tensors."""
+    model.config.name_or_path = model.name_or_path = str(folder)
+    if not model.can_generate():
+        return
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        return
+    model.generation_config = GenerationConfig.from_pretrained(
+        folder, config_file_name="config.json", _from_model_config=True
+    )
 
 
 def keep_rows_bf16(model: nn.Module) -> None:
@@ -133,15 +163,6 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise Unsupported(f"{type(model).__name__} has no list of decoder layers")
     return layers
-
-
-def ignore_unexpected(model: Any, patterns: Iterable[str]) -> None:
-    """Leave names that match one of `patterns` out of the report of unexpected tensors."""
-    # A class writes a list; an instance holds a set.
-    model._keys_to_ignore_on_load_unexpected = {
-        *(model._keys_to_ignore_on_load_unexpected or ()),
-        *patterns,
-    }
 
 
 def register_experts_function(name: str, function: Callable[..., Any]) -> None:
@@ -321,7 +342,6 @@ __all__ = [
     "decoder_layers",
     "destinations",
     "from_pretrained",
-    "ignore_unexpected",
     "is_experts",
     "is_silu",
     "keep_rows_bf16",

@@ -1,21 +1,37 @@
 """load_model: a transformers model whose experts stay packed and whose MLP blocks run here."""
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from exactmoe.checkpoint import Checkpoint, LoadReport, TensorInfo, WeightPlan, audit, plan_layer
+import torch
+
+from exactmoe.checkpoint import (
+    Checkpoint,
+    LoadReport,
+    Reader,
+    TensorInfo,
+    WeightPlan,
+    audit,
+    plan_layer,
+)
 from exactmoe.checkpoint.linears import fp8_linears
+from exactmoe.checkpoint.model_bytes import of_plans
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
-from exactmoe.hf import adapter, whole_block
+from exactmoe.fitting import partition_for
+from exactmoe.hf import adapter, rank_blocks, whole_block
 from exactmoe.hf.forms import stored_forms
 from exactmoe.hf.hub import checkpoint_folder
 from exactmoe.hf.linears import attach_linears
 from exactmoe.hf.quantizer import PackedConfig
 from exactmoe.hf.saving import Origin
+from exactmoe.hf.streaming import fill_experts, lazy_tensors, shares_on
 from exactmoe.parallel.placement import devices_of
+from exactmoe.parallel.rank_wire import RankPlacement
+from exactmoe.parallel.ranks import Ranks
+from exactmoe.runtime.progress import byte_bar
 
 # Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find
 # its parameter there.
@@ -24,26 +40,48 @@ _PLAIN = frozenset({"BF16", "F32", "I64", "I32"})
 _SHOWN = 10
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What load_model was asked for."""
+
+    placement: Placement
+    numerics: Numerics | str | None
+    limits: Limits | None
+    backend: str
+    kv_reserve: int | str | Sequence[int | str]
+    progress: bool
+
+
 def load_model(
     path: str | Path,
     *,
-    cards: Sequence[str] = ("cpu",),
+    cards: Sequence[str] | Placement = ("cpu",),
     numerics: Numerics | str | None = None,
     limits: Limits | None = None,
     backend: str = "auto",
+    kv_reserve: int | str | Sequence[int | str] = 0,
     progress: bool = True,
+    ranks: str | Ranks | RankPlacement | None = None,
 ) -> Any:
     """Load a checkpoint as a transformers model for inference, its MLP blocks run here.
 
+    Bytes go from the files to their final place, each card's experts to that card, read by several
+    threads; what ends the load lets the memory go again.
+
     Args:
         path: a folder, or a hub id.
-        cards: device names; the whole model is on the first. Several are all "cpu": the experts of
-            each block are cut evenly over them, in the model's own memory.
+        cards: device names, or a Placement, which says who owns which expert too. Everything but
+            routed experts is on the first card. By default experts are cut by the memory that is
+            free on each card ("fit"); where all cards are one device, evenly, in place.
         numerics: "a16", "a8" or a Numerics (output "bf16"); None: the family's class (glm5_next
             a16, deepseek_v4 a8).
         limits: tokens a piece, checks.
         backend: "auto", or a name of plan.BACKENDS.
-        progress: show transformers' progress bars.
+        kv_reserve: bytes ("8GiB") that "fit" keeps free for the KV cache: of the first card, where
+            attention is, or one a card.
+        progress: show a bar on stderr, where that is a terminal.
+        ranks: "auto": over the processes that torchrun started (docs/ranks.md), with one card each;
+            or a Ranks or RankPlacement. Every rank calls load_model, and then the model, alike.
 
     Returns:
         The model in eval mode, no parameter asking for a gradient. Packed weights stay packed: the
@@ -52,31 +90,75 @@ def load_model(
 
     Raises:
         CheckpointError: a tensor is missing, malformed, or taken by nobody and ignored by no rule.
-        ConfigError, Unsupported: a model or a request that cannot run here.
+        ConfigError, Unsupported: a model or a request that cannot run here; or it does not fit, and
+            the message says which card has how much, and what would fit.
+        RankLost: another rank failed, died or does not answer.
     """
-    devices = devices_of(Placement(cards=cards))
+    placement = cards if isinstance(cards, Placement) else Placement(cards=cards)
+    settings = _Settings(placement, numerics, limits, backend, kv_reserve, progress)
+    if ranks is None:
+        return _load(path, settings, devices_of(placement), None)
+    over = rank_blocks.placement_of(ranks, placement)
+    with over.ranks.together():
+        settings = replace(settings, progress=progress and over.ranks.rank == 0)
+        return _load(path, settings, [over.ranks.device], over)
+
+
+def _load(
+    path: str | Path,
+    settings: _Settings,
+    devices: Sequence[torch.device],
+    over: RankPlacement | None,
+) -> Any:
+    placement, limits, backend = settings.placement, settings.limits, settings.backend
     folder = checkpoint_folder(path)
-    checkpoint = Checkpoint(folder, numerics)
+    checkpoint = Checkpoint(folder, settings.numerics)
     report = audit(checkpoint)
     report.require_clean()
     _require_bf16(checkpoint)
     linears = fp8_linears(_left_to_transformers(report))
     _require_plain(report, linears)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
+    partition = None
+    if over is None:
+        reserve = settings.kv_reserve
+        partition = partition_for(of_plans(report, plans), placement, devices, limits, reserve)
+        shares = shares_on(devices, partition)
+    else:
+        rank_blocks.require_same_model(over, checkpoint, plans)
+        shares = rank_blocks.own_share(over, plans)
     suffixes = {base: _scales_suffix(plan) for base, plan in linears.items()}
-    packed = PackedConfig(stored_forms(checkpoint, plans), _ignored(report), suffixes)
-    with adapter.progress_bars(progress):
-        model, info = adapter.from_pretrained(
-            str(folder), adapter.read_config(str(folder)), packed, str(devices[0])
-        )
-    _require_complete(folder, info, model.hf_quantizer.wrong_shapes(model))
-    modules = {name: linears[base] for name, base in model.hf_quantizer.linears.items()}
-    model.hf_quantizer.origin = Origin(checkpoint, tuple(plans), _unread(report), modules)
+    experts = {plan.spec.layer: f"{plan.spec.layer}.mlp.experts" for plan in plans if plan.experts}
+    packed = PackedConfig(stored_forms(checkpoint, plans), suffixes, tuple(experts.values()))
+    unread = _unread(report)
+    nbytes = sum(info.nbytes for info in checkpoint.tensors.values() if info.name not in unread)
+    if over is not None:
+        nbytes = rank_blocks.bytes_read(over, plans, nbytes)
+    with (
+        byte_bar(settings.progress, nbytes, f"loading {folder.name}") as done,
+        Reader(checkpoint, done) as reader,
+        adapter.progress_bars(False),
+    ):
+        rest = lazy_tensors(reader, checkpoint, plans, unread, devices[0])
+        config = adapter.read_config(str(folder))
+        model, info = adapter.from_pretrained(folder, rest, config, packed, str(devices[0]))
+        quantizer = model.hf_quantizer
+        _require_complete(folder, info, quantizer.wrong_shapes(model))
+        layers = adapter.decoder_layers(model)
+        modules = {layer: layers.get_submodule(name) for layer, name in experts.items()}
+        taken = {layer: quantizer.taken.pop(name) for layer, name in experts.items()}
+        fill_experts(reader, modules, taken, plans, shares)
+    fp8 = {name: linears[base] for name, base in quantizer.linears.items()}
+    quantizer.origin = Origin(checkpoint, tuple(plans), unread, fp8)
+    specs = [plan.spec for plan in plans]
+    if over is not None:
+        quantizer.origin = rank_blocks.NotSaved(over)
+        rank_blocks.cut_dense(layers, specs, over)
     adapter.publish_quantization_config(model, checkpoint.config)
     model.requires_grad_(False)
-    options = whole_block.Options(limits, backend, num_cards=len(devices))
-    whole_block.attach_all(model, [plan.spec for plan in plans], options)
-    attach_linears(model, modules, options)
+    options = whole_block.Options(limits, backend, partition, placement, over)
+    whole_block.attach_all(model, specs, options)
+    attach_linears(model, fp8, options)
     return model
 
 
@@ -119,19 +201,6 @@ def _unread(report: LoadReport) -> frozenset[str]:
     """Names of the tensors that nobody reads."""
     ignored = report.ignored
     return frozenset(entry.info.name for entry in ignored if entry.rule.name in _READ_BY_NOBODY)
-
-
-def _ignored(report: LoadReport) -> tuple[str, ...]:
-    """Patterns of the names that nobody reads, as they are after transformers renamed them."""
-    patterns = []
-    for entry in report.ignored:
-        name = entry.info.name
-        if entry.rule.name == "mtp":
-            block = re.search(r"(?:layers|mtp)\.\d+\.", name)
-            patterns.append(rf"(?:^|\.){re.escape(block[0])}" if block else re.escape(name))
-        elif entry.rule.name in _READ_BY_NOBODY:
-            patterns.append(rf"\.{re.escape(name.rpartition('.')[2])}$")
-    return tuple(dict.fromkeys(patterns))
 
 
 def _require_complete(folder: Path, info: dict[str, Any], wrong_shapes: list[str]) -> None:

@@ -18,7 +18,6 @@ from exactmoe.hf.adapter import (
     conversions_of,
     decoder_layers,
     destinations,
-    ignore_unexpected,
     register_quantization_config,
     register_quantizer,
     take_conversions,
@@ -68,7 +67,6 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
             scale is a divisor), "mxfp4", "mxfp4-bytes" (scales stored as U8), "mxfp4-packed"
             (codes too), "fp8" (128 x 128 blocks), or "f32" (the weight of a
             router that is kept in float32).
-        ignored: patterns of tensor names that nobody loads, by a named rule of the family.
         experts: names of experts modules below the decoder's layers ("3.mlp.experts"), which get
             their parameters afterwards (streaming.py).
         linears: FP8 linear layers outside the MLP blocks: name in the checkpoint without its last
@@ -78,14 +76,12 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(
         self,
         stored: dict[str, str] | None = None,
-        ignored: tuple[str, ...] = (),
         linears: dict[str, str] | None = None,
         experts: tuple[str, ...] = (),
         **_: Any,
     ) -> None:
         self.quant_method = NAME
         self.stored = dict(stored or {})
-        self.ignored = tuple(ignored)
         self.linears = dict(linears or {})
         self.experts = tuple(experts)
 
@@ -119,7 +115,6 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
             name: without_parameters(layers.get_submodule(name))
             for name in self.quantization_config.experts
         }
-        ignore_unexpected(model, self.quantization_config.ignored)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
 

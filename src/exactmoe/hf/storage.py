@@ -11,18 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exactmoe.bank import ExpertBank, Router
+from exactmoe.bank import ExpertBank, Partition, Router, SplitBank
+from exactmoe.bank.expert_bank import PROJECTIONS
+from exactmoe.bank.split import over
 from exactmoe.config import Limits, RouterConfig
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import Unsupported
 from exactmoe.formats import BLOCK, PackedWeight
 from exactmoe.hf.conversions import DIVISOR, GLOBAL_SCALE, SCALE
 from exactmoe.ops import CANONICAL
+from exactmoe.parallel.rank_bank import RankBank
 
 # transformers' own FP8Experts names its scales so.
 _SCALE_INV = "_scale_inv"
 _FP4_SCALES = {torch.float8_e8m0fnu: "mxfp4", torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}
 _FP8_SCALES = {torch.float32: "fp8"}
+# Below an experts module: the parameters of a card that has memory of its own.
+_CARD = "card_"
 
 
 class LayerCache:
@@ -43,15 +48,17 @@ class LayerCache:
         return self._layer
 
     @property
-    def arranged(self) -> ExpertBank | None:
+    def arranged(self) -> ExpertBank | SplitBank | None:
         """The bank whose bytes are in another than canonical order, if there is one."""
         bank = getattr(self._layer, "bank", None)
+        bank = bank.own if isinstance(bank, RankBank) else bank
         return None if bank is None or bank.layout == CANONICAL else bank
 
     def to_canonical(self) -> None:
         """Put the module's parameters in the order that everybody else reads."""
         if (bank := self.arranged) is not None:
-            bank.arrange(CANONICAL)
+            for part in [bank] if isinstance(bank, ExpertBank) else bank:
+                part.arrange(CANONICAL)
 
     def _now(self, extra: tuple[Any, ...]) -> tuple[Any, ...]:
         slots = self._slots
@@ -97,11 +104,8 @@ def refuse_gradients(module: nn.Module, *inputs: Tensor) -> None:
 
 def bank(experts: nn.Module, fixed_order: bool = False) -> ExpertBank:
     """Experts of a module with `gate_up_proj` [E, 2I, H], gate first, and `down_proj` [E, H, I]."""
-    weights = {
-        projection: _weight(experts, name, rows, number)
-        for projection, (name, rows, number) in _places(experts).items()
-    }
-    return ExpertBank(weights["gate"], weights["up"], weights["down"], fixed_order)
+    gate, up, down = (_weight(experts, projection) for projection in PROJECTIONS)
+    return ExpertBank(gate, up, down, fixed_order)
 
 
 def _places(experts: nn.Module) -> dict[str, tuple[str, slice, int]]:
@@ -114,12 +118,60 @@ def _places(experts: nn.Module) -> dict[str, tuple[str, slice, int]]:
     }
 
 
-def canonical_parameters(experts: nn.Module, bank: ExpertBank) -> dict[str, Tensor]:
+def card_module(experts: nn.Module, card: int) -> nn.Module:
+    """The module with the parameters of a card: the experts module itself for the first one, else
+    one below it, which is made when it is first asked for.
+    """
+    name = f"{_CARD}{card}"
+    if card and name not in experts._modules:
+        experts.add_module(name, nn.Module())
+    return experts.get_submodule(name) if card else experts
+
+
+def card_modules(experts: nn.Module) -> list[nn.Module]:
+    """The modules of all cards: one where the experts lie on one device."""
+    return [experts, *(m for name, m in experts.named_children() if name.startswith(_CARD))]
+
+
+def banks(experts: nn.Module, partition: Partition | None) -> ExpertBank | SplitBank:
+    """The experts of a module on their cards. Those that lie on one device are cut in place."""
+    modules = card_modules(experts)
+    if partition is None or partition.num_cards == 1:
+        return bank(experts)
+    if len(modules) == 1:
+        return over(bank(experts), partition)
+    return SplitBank([bank(module) for module in modules], partition)
+
+
+def whole_parameters(experts: nn.Module, bank: ExpertBank | SplitBank) -> dict[str, Tensor]:
+    """The parameters of an experts module as a checkpoint has them: all experts, canonical order.
+    Copies in host memory, of what is stored otherwise.
+    """
+    modules = card_modules(experts)
+    if isinstance(bank, ExpertBank):
+        return _canonical(experts, bank)
+    if len(modules) == 1:
+        return {}
+    whole: dict[str, Tensor] = {}
+    for module, own, owned in zip(modules, bank, bank.partition.experts, strict=True):
+        converted = _canonical(module, own)
+        for name, parameter in module.named_parameters(recurse=False):
+            value = converted.get(name, parameter.detach()).cpu()
+            if name not in whole:
+                shape = (bank.num_experts, *value.shape[1:])
+                whole[name] = torch.empty(shape, dtype=value.dtype)
+            whole[name].view(torch.uint8)[list(owned)] = value.view(torch.uint8)
+    return whole
+
+
+def _canonical(experts: nn.Module, bank: ExpertBank) -> dict[str, Tensor]:
     """Copies in host memory, in canonical order, of the parameters with codes and block scales of
-    FP4 experts; one projection at a time is converted beside them.
+    FP4 experts, where the bank has another; one projection at a time is converted beside them.
     """
     copies: dict[str, Tensor] = {}
     for projection, (name, rows, _) in _places(experts).items():
+        if bank.layout == CANONICAL:
+            break
         weight = bank.packed(projection)
         for parameter, part in ((name, weight.codes), (_scales_name(experts, name), weight.scales)):
             if part is None:
@@ -130,28 +182,60 @@ def canonical_parameters(experts: nn.Module, bank: ExpertBank) -> dict[str, Tens
     return copies
 
 
-def format_of(experts: nn.Module) -> str:
+def split_state(
+    experts: nn.Module, partition: Partition, state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Turns whole parameters of a state dict into those of the cards' modules, in place."""
+    modules = card_modules(experts)
+    for name in [n for n, _ in experts.named_parameters(recurse=False)]:
+        whole = state_dict.get(prefix + name)
+        if len(modules) == 1 or whole is None or len(whole) != partition.num_experts:
+            continue
+        raw = whole.view(torch.uint8)
+        for card, owned in enumerate(partition.experts):
+            place = f"{prefix}{_CARD}{card}.{name}" if card else prefix + name
+            state_dict[place] = raw[list(owned)].view(whole.dtype)
+
+
+def is_of_a_card(name: str, prefix: str) -> bool:
+    """Whether this is the name of a parameter of another card than the first, below `prefix`."""
+    return name.startswith(prefix + _CARD)
+
+
+def format_of(experts: nn.Module, projection: str = "gate") -> str:
     """Stored format of an experts module: "bf16", "nvfp4", "mxfp4" or "fp8"."""
-    scales = _scales(experts, "gate_up_proj")
+    scales = _scales(experts, _places(experts)[projection][0])
     return "bf16" if scales is None else (_FP4_SCALES | _FP8_SCALES)[scales.dtype]
 
 
-def _weight(experts: nn.Module, name: str, rows: slice, projection: int) -> PackedWeight:
+def fields_of(experts: nn.Module, projection: str) -> dict[str, Tensor]:
+    """The fields of PackedWeight of one projection, [E, ...]: views of the parameters, codes and
+    E8M0 and E4M3 scales as bytes.
+    """
+    name, rows, number = _places(experts)[projection]
     codes, scales = _tensor(experts, name)[:, rows], _scales(experts, name)
     if scales is None:
-        return PackedWeight("bf16", codes)
+        return {"codes": codes}
     if codes.dtype == torch.float8_e4m3fn:
         # Each projection has blocks of its own, the last of its rows perhaps a smaller one.
         count = -(-codes.shape[1] // BLOCK["fp8"])
-        own = scales[:, projection * count : (projection + 1) * count]
-        return PackedWeight("fp8", codes.view(torch.uint8), own)
-    codes, blocks = codes.view(torch.uint8), scales[:, rows].view(torch.uint8)
-    if _FP4_SCALES[scales.dtype] == "mxfp4":
-        return PackedWeight("mxfp4", codes, blocks)
-    suffix, op = _global_scale(experts, name)
-    # E floats, copied: a column of [E, 2] is not contiguous.
-    global_scale = _tensor(experts, name + suffix)[:, projection].clone()
-    return PackedWeight("nvfp4", codes, blocks, global_scale, op)
+        own = scales[:, number * count : (number + 1) * count]
+        return {"codes": codes.view(torch.uint8), "scales": own}
+    fields = {"codes": codes.view(torch.uint8), "scales": scales[:, rows].view(torch.uint8)}
+    if _FP4_SCALES[scales.dtype] == "nvfp4":
+        suffix, _ = _global_scale(experts, name)
+        fields["global_scale"] = _tensor(experts, name + suffix)[:, number]
+    return fields
+
+
+def _weight(experts: nn.Module, projection: str) -> PackedWeight:
+    fields: dict[str, Any] = dict(fields_of(experts, projection))
+    op = "multiply"
+    if "global_scale" in fields:
+        # E floats, copied: a column of [E, 2] is not contiguous.
+        fields["global_scale"] = fields["global_scale"].clone()
+        _, op = _global_scale(experts, _places(experts)[projection][0])
+    return PackedWeight(format_of(experts, projection), **fields, global_scale_op=op)
 
 
 def _scales(module: nn.Module, name: str) -> Tensor | None:
@@ -202,6 +286,12 @@ def dense_mlp(
     names = ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (linear_weight(getattr(mlp, name)) for name in names)
     return DenseMLP(gate, up, down, swiglu_limit=swiglu_limit, limits=limits, backend=backend)
+
+
+def linear_format(linear: nn.Module) -> str:
+    """Stored format of a linear module: "bf16", "nvfp4", "mxfp4" or "fp8"."""
+    scales = _scales(linear, "weight")
+    return "bf16" if scales is None else (_FP4_SCALES | _FP8_SCALES)[scales.dtype]
 
 
 def linear_weight(linear: nn.Module) -> Tensor | PackedWeight:

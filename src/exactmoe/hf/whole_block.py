@@ -7,7 +7,7 @@ is none before the shared expert is added.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exactmoe.bank import ExpertBank, Partition, SplitBank
-from exactmoe.bank.split import over
+from exactmoe.bank import ExpertBank, Partition
 from exactmoe.config import Limits, Placement
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.families import LayerSpec
-from exactmoe.hf import adapter, storage
+from exactmoe.hf import adapter, rank_blocks, storage
 from exactmoe.layer import MoELayer
 from exactmoe.ops import compiled
+from exactmoe.parallel.rank_wire import RankPlacement
 
 _MARK = "exactmoe_block"
 
@@ -32,12 +32,16 @@ _MARK = "exactmoe_block"
 class Options:
     """How the layers of a model run; none of it can change a bit.
 
-    num_cards: over the memory of the model, which is on one device; experts are cut evenly.
+    partition: which card owns which expert; None: there is one card. placement: how they work
+    together; its cards and partition do not count. ranks: how the model lies over ranks; None: it
+    is in this process alone.
     """
 
     limits: Limits | None = None
     backend: str = "auto"
-    num_cards: int = 1
+    partition: Partition | None = None
+    placement: Placement = Placement()
+    ranks: RankPlacement | None = None
 
 
 class WholeBlock:
@@ -57,11 +61,13 @@ class WholeBlock:
 
     def _build(self) -> MoELayer | DenseMLP:
         block, spec, options = self.block, self.spec, self.options
+        if options.ranks is not None:
+            return rank_blocks.build(block, spec, options.ranks, options.limits, options.backend)
         if spec.moe is None or spec.router is None:
             return storage.dense_mlp(block, spec.swiglu_limit, options.limits, options.backend)
-        bank: ExpertBank | SplitBank = storage.bank(block.experts)  # type: ignore[arg-type]
-        if isinstance(bank, ExpertBank) and options.num_cards > 1:
-            bank = over(bank, Partition.even(bank.num_experts, options.num_cards))
+        bank = storage.banks(block.experts, options.partition)  # type: ignore[arg-type]
+        cards = (bank.device,) if isinstance(bank, ExpertBank) else bank.cards
+        placement = replace(options.placement, cards=tuple(map(str, cards)), partition=None)
         return MoELayer(
             spec.moe,
             bank,
@@ -72,7 +78,7 @@ class WholeBlock:
                 options.limits,
                 options.backend,
             ),
-            placement=Placement(cards=(str(bank.device),) * options.num_cards),
+            placement=placement,
             limits=options.limits,
             backend=options.backend,
         )
@@ -136,13 +142,22 @@ class WholeBlock:
         self, experts: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
         """Hook after `experts.state_dict`: copies in host memory where the order is another one."""
-        if (bank := self._cache.arranged) is not None and not _raw:
-            copies = storage.canonical_parameters(experts, bank)
-            state_dict.update({prefix + name: copy for name, copy in copies.items()})
+        is_split = len(storage.card_modules(experts)) > 1
+        bank = self.layer.bank if is_split else self._cache.arranged
+        if bank is None or _raw:
+            return
+        copies = storage.whole_parameters(experts, bank)
+        for name in [n for n in state_dict if storage.is_of_a_card(n, prefix)]:
+            del state_dict[name]
+        state_dict.update({prefix + name: copy for name, copy in copies.items()})
 
-    def before_load(self, *arguments: Any) -> None:
+    def before_load(
+        self, experts: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         """Hook before `experts.load_state_dict`."""
         self.to_canonical()
+        if self.options.partition is not None:
+            storage.split_state(experts, self.options.partition, state_dict, prefix)
 
 
 # While it is not empty, state dicts hold the parameters as they are.

@@ -78,6 +78,11 @@ def devices_of(placement: Placement) -> list[torch.device]:
 def partition_of(placement: Placement, num_experts: int) -> Partition:
     """The partition that a placement asks for; "even" if it names none."""
     num_cards, asked = len(placement.cards), placement.partition
+    if asked == "fit":
+        raise ConfigError(
+            "partition is 'fit', which load_model and load_layer turn into numbers when they know "
+            "what is free; allowed here: even, or the card's number of each expert"
+        )
     if asked is None or isinstance(asked, str):
         return Partition.even(num_experts, num_cards)
     partition = Partition(tuple(asked))

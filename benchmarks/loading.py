@@ -2,6 +2,7 @@
 
     python benchmarks/loading.py --folder /tmp/loading --gib 8        # makes the checkpoints too
     python benchmarks/loading.py --folder /tmp/loading --gib 8 --warm # with the page cache as it is
+    python benchmarks/loading.py --folder /tmp/loading --gib 4 --warm --card cuda:0
 
 Each measurement is a process of its own. Seconds are the least of interleaved rounds; peak RSS is
 VmHWM of /proc/self/status, bytes read are rchar of /proc/self/io (what read calls returned) and
@@ -30,6 +31,13 @@ MODES = {
     "card 0 of 2 alone": "card0",
     "card 1 of 2 alone": "card1",
 }
+GPU_MODES = {
+    "plain reads": "plain",
+    "plain reads, kept": "kept",
+    "pinned copies, nothing read": "copy",
+    "load to the card": "read",
+    "load and make layers": "layers",
+}
 PIECE = 8 << 20
 
 
@@ -52,12 +60,14 @@ def drop(folder: Path) -> None:
         os.close(descriptor)
 
 
-def measured(folder: Path, mode: str, cold: bool) -> dict[str, Any]:
+def measured(folder: Path, mode: str, card: str, cold: bool) -> dict[str, Any]:
     """One measurement, in this process."""
     from exactmoe.checkpoint import Checkpoint, audit, read_layer
     from exactmoe.checkpoint.load import HOST
     from exactmoe.checkpoint.reader import default_threads
 
+    if card != "cpu":
+        wake(card)
     checkpoint = Checkpoint(folder)
     consumed = [entry.info for entry in audit(checkpoint).consumed]
     pieces = list(cut(consumed))
@@ -67,6 +77,10 @@ def measured(folder: Path, mode: str, cold: bool) -> dict[str, Any]:
     base, before, start = status("VmRSS"), io(), time.perf_counter()
     if mode in ("plain", "kept"):
         kept: Any = plain(folder, pieces, default_threads(), keep=mode == "kept")
+    elif mode == "copy":
+        kept = copies(card, sum(piece[2] for piece in pieces))
+    elif card != "cpu":
+        kept = to_card(checkpoint, card, mode == "layers")
     else:
         shares = {"one": lambda _: (HOST,), "two": both}.get(mode, alone(int(mode[-1] == "1")))
         layers = range(checkpoint.family.num_layers)
@@ -74,17 +88,68 @@ def measured(folder: Path, mode: str, cold: bool) -> dict[str, Any]:
             read_layer(checkpoint, n, shares=shares(checkpoint.family.layer(n))) for n in layers
         ]
     seconds, after = time.perf_counter() - start, io()
+    nbytes = sum(map(resident, kept))
+    on_card = mode in ("copy", "read", "layers")
     return {
         "seconds": seconds,
         "peak": status("VmHWM") - base,
-        "resident": sum(map(resident, kept)),
+        "on_host": 0 if on_card else nbytes,
+        "on_card": nbytes if on_card else 0,
         "layer": max(resident(layer) for layer in kept) if kept else 0,
         "rchar": after["rchar"] - before["rchar"],
         "disk": after["read_bytes"] - before["read_bytes"],
         "needed": sum(info.nbytes for info in consumed),
         "experts": sum(i.nbytes for i in consumed if ".experts." in i.name),
         "threads": default_threads(),
+        "card_peak": card_peak(card),
     }
+
+
+def wake(card: str) -> None:
+    """What the first use of a card costs is no part of a load."""
+    import torch
+
+    torch.empty(1 << 20, device=card).zero_()
+    torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).to(card)
+    torch.cuda.synchronize(card)
+    torch.cuda.reset_peak_memory_stats(card)
+
+
+def card_peak(card: str) -> int:
+    import torch
+
+    return 0 if card == "cpu" else torch.cuda.max_memory_allocated(card)
+
+
+def copies(card: str, nbytes: int) -> list[Any]:
+    """As many bytes as a load has, from one pinned buffer to memory of the card."""
+    import torch
+
+    source = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=card)
+    for start in range(0, nbytes, PIECE):
+        piece = memory[start : start + PIECE]
+        piece.copy_(source[: len(piece)], non_blocking=True)
+    torch.cuda.synchronize(card)
+    return [memory]
+
+
+def to_card(checkpoint: Any, card: str, layers: bool) -> list[Any]:
+    """All layers on a card; `layers`: made, so that the bytes are in the order of the kernels."""
+    import torch
+
+    from exactmoe.checkpoint import MoEWeights, Share, read_layer
+    from exactmoe.config import Placement
+    from exactmoe.load import make_layer
+
+    kept: list[Any] = []
+    for number in range(checkpoint.family.num_layers):
+        weights = read_layer(checkpoint, number, shares=(Share(torch.device(card)),))
+        kept.append(weights)
+        if layers and isinstance(weights, MoEWeights):
+            make_layer(weights, Placement((card,)))
+    torch.cuda.synchronize(card)
+    return kept
 
 
 def cut(infos: list[Any]) -> Iterator[tuple[str, int, int]]:
@@ -153,9 +218,9 @@ def resident(weights: Any) -> int:
     return int(weights.nbytes)
 
 
-def run(folder: Path, mode: str, cold: bool) -> dict[str, Any]:
+def run(folder: Path, mode: str, card: str, cold: bool) -> dict[str, Any]:
     """One measurement, in a process of its own."""
-    command = [sys.executable, __file__, "--measure", mode, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--measure", mode, "--folder", str(folder), "--card", card]
     done = subprocess.run([*command, *([] if cold else ["--warm"])], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{mode} failed:\n{done.stderr}")
@@ -164,20 +229,32 @@ def run(folder: Path, mode: str, cold: bool) -> dict[str, Any]:
 
 def table(title: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     gb = 1e9
-    yield f"| {title} | s | GB/s | x plain | x kept | read GB | of experts | peak - resident GiB |"
-    yield "|---|---|---|---|---|---|---|---|"
+    heads = "s | GB/s | x plain | x kept | read GB | of experts | peak - resident GiB"
+    yield f"| {title} | {heads} | card's peak - resident GiB |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     least = {name: min(rounds, key=lambda r: r["seconds"]) for name, rounds in found.items()}
-    rates = {name: r["rchar"] / r["seconds"] for name, r in least.items()}
+    rates = {name: max(r["rchar"], moved(r)) / r["seconds"] for name, r in least.items()}
     for name, r in least.items():
-        peak = max(each["peak"] - each["resident"] for each in found[name]) / 2**30
-        others = r["needed"] - r["experts"]
-        share = (r["rchar"] - others) / r["experts"]
-        yield (
-            f"| {name} | {r['seconds']:.2f} | {r['rchar'] / r['seconds'] / gb:.2f} | "
-            f"{rates['plain reads'] / rates[name]:.2f} | "
-            f"{rates['plain reads, kept'] / rates[name]:.2f} | {r['rchar'] / gb:.3f} | "
-            f"{100 * share:.1f} % | {peak:.2f} |"
-        )
+        here = max(each["peak"] - each["on_host"] for each in found[name]) / 2**30
+        there = max(each["card_peak"] - each["on_card"] for each in found[name]) / 2**30
+        read = r["rchar"] - (r["needed"] - r["experts"])
+        cells = [
+            name,
+            f"{r['seconds']:.2f}",
+            f"{rates[name] / gb:.2f}",
+            f"{rates['plain reads'] / rates[name]:.2f}",
+            f"{rates['plain reads, kept'] / rates[name]:.2f}",
+            f"{r['rchar'] / gb:.3f}",
+            f"{100 * read / r['experts']:.1f} %" if read > 0 else "",
+            f"{here:.2f}",
+            f"{there:.2f}" if r["card_peak"] else "",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def moved(result: dict[str, Any]) -> int:
+    """Bytes that a measurement moved without reading them."""
+    return int(result["needed"]) if result["rchar"] < result["needed"] // 4 else 0
 
 
 def main() -> None:
@@ -187,11 +264,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--card", default="cpu", help="a GPU: load to it")
     parser.add_argument("--warm", action="store_true", help="leave the page cache as it is")
-    parser.add_argument("--measure", choices=tuple(MODES.values()), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        print(json.dumps(measured(given.folder, given.measure, not given.warm)))
+        print(json.dumps(measured(given.folder, given.measure, given.card, not given.warm)))
         return
     sys.path.insert(0, str(HELPERS))
     from synthetic_checkpoints import Synthetic, sized, write_synthetic
@@ -205,11 +283,12 @@ def main() -> None:
             start = time.perf_counter()
             write_synthetic(folder, sized(Synthetic(dialect=dialect), given.gib))
             print(f"{folder} made in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in MODES}
+        modes = MODES if given.card == "cpu" else GPU_MODES
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in modes}
         for _ in range(given.rounds):
-            for name, mode in MODES.items():
-                found[name].append(run(folder, mode, not given.warm))
-        one = found["load, 1 card"][0]
+            for name, mode in modes.items():
+                found[name].append(run(folder, mode, given.card, not given.warm))
+        one = list(found.values())[-1][0]
         print(f"\n{title}: {one['needed'] / 2**30:.2f} GiB, layer {one['layer'] / 2**20:.0f} MiB, "
               f"{one['threads']} readers\n")  # fmt: skip
         print("\n".join(table(title, found)))

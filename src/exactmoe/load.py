@@ -75,7 +75,7 @@ def load_layer(
         return _dense(weights, limits, backend, checkpoint.family.numerics.output)
     if partition is not None:
         weights = replace(weights, bank=SplitBank(list(weights.bank), partition))
-    return _moe(weights, replace(placement, partition=None), limits, backend)
+    return make_layer(weights, replace(placement, partition=None), limits, backend)
 
 
 def _partition(
@@ -109,9 +109,15 @@ def _dense(weights: DenseWeights, limits: Limits | None, backend: str, output: s
     )
 
 
-def _moe(
-    weights: MoEWeights, placement: Placement, limits: Limits | None, backend: str
+def make_layer(
+    weights: MoEWeights,
+    placement: Placement,
+    limits: Limits | None = None,
+    backend: str = "auto",
 ) -> MoELayer:
+    """A layer over weights that were read to the cards of the placement; on backend "cuda" their
+    bytes are put into the order of its kernels, in place.
+    """
     shared = None
     if weights.shared is not None:
         shared = _dense(weights.shared, limits, backend, "bf16")

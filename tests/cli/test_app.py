@@ -25,6 +25,7 @@ COMMANDS = (
     "profile",
     "quantize",
     "routes",
+    "serve",
     "verify",
 )
 SOURCE = Path(app.__file__).parents[2]
@@ -93,6 +94,7 @@ BAD = [
     (["inspect", "nowhere"], "nowhere is not a folder; allowed: a folder, or a hub id"),
     (["generate", "nowhere", "--prompt", "x"], "nowhere is not a folder"),
     (["verify", "nowhere"], "nowhere is not a folder"),
+    (["serve", "nowhere", "--port", "0"], "nowhere is not a folder"),
     (["inspect", __file__], "is a file; allowed: a checkpoint folder"),
     (["inspect", str(Path(__file__).parent)], "config.json"),
 ]

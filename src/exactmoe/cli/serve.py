@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,7 +113,7 @@ def command(path: options.Path, running: options.Running, serving: Serving) -> N
         with status(not running.json) as say:
             say(f"loading {path}")
             service = load_service(checkpoint.path, settings, wanted)
-        service = replace(service, told=print_json_line if running.json else _tell)
+        service.engine.told = print_json_line if running.json else _tell
         _log_to_stderr()
         server = Server(build_app(service), service.engine, limits.grace)
         ended = run(server, listening, lambda: _announce(service, url_of(listening), running.json))

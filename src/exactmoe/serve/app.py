@@ -139,6 +139,7 @@ async def _answer(
     job = await service.job(asked, emit)
     seed = job.sampling.seed if job.sampling.temperature > 0 else None
     answer = form(served=service.served, seed=seed, logprobs=asked.wanted_logprobs is not None)
+    job.name = answer.id
     with as_problems():
         service.engine.submit(job)
     events = follow(service.engine, job, inbox, request, service.limits.timeout)
@@ -157,7 +158,6 @@ async def _whole(
     pieces: list[Piece] = []
     async for happened in events:
         if isinstance(happened, Ended):
-            service.told(_facts(answer, job))
             if happened.outcome not in _FINISHED:
                 raise failure(happened, job, service.limits.timeout)
             return answer.whole(pieces, happened.outcome, job)
@@ -181,24 +181,9 @@ async def _stream(
         elif not isinstance(happened, Ended):
             yield event(answer.chunk(happened))
         elif happened.outcome in _FINISHED:
-            service.told(_facts(answer, job))
             yield event(answer.last(happened.outcome))
             if includes_usage:
                 yield event(answer.counted(job))
             yield DONE
         else:
-            service.told(_facts(answer, job))
             yield event(failure(happened, job, service.limits.timeout).body())
-
-
-def _facts(answer: Completion, job: Job) -> dict[str, Any]:
-    """Of a request that has ended; nothing of what it said."""
-    ended = job.ended or job.arrived
-    return {
-        "request": answer.id,
-        "outcome": job.outcome,
-        "prompt_tokens": job.prompt_tokens,
-        "new_tokens": job.new_tokens,
-        "wait_seconds": round((job.started or ended) - job.arrived, 4),
-        "seconds": round(ended - job.arrived, 4),
-    }

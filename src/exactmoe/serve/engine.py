@@ -62,12 +62,14 @@ class Job:
         sampling: how its tokens are chosen.
         stops: stop strings.
         emit: takes each Piece, then one Ended; called by the engine's thread, or by who ends it.
+        name: of the request, for the log.
     """
 
     ids: Tensor
     sampling: Sampling
     stops: tuple[str, ...]
     emit: Callable[[Piece | Ended], None]
+    name: str = ""
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     first_token: float | None = None
@@ -81,9 +83,25 @@ class Job:
         """Tokens of the prompt."""
         return self.ids.shape[1]
 
+    def facts(self) -> dict[str, Any]:
+        """Of a job that has ended, plain values; nothing of what was said in it."""
+        ended = self.ended or self.arrived
+        return {
+            "request": self.name,
+            "outcome": self.outcome,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "wait_seconds": round((self.started or ended) - self.arrived, 4),
+            "seconds": round(ended - self.arrived, 4),
+        }
+
 
 class Engine:
-    """Runs jobs on a thread of its own, in the order of their arrival."""
+    """Runs jobs on a thread of its own, in the order of their arrival.
+
+    Attributes:
+        told: called with the facts of each job that has ended.
+    """
 
     def __init__(
         self, model: Any, tokenizer: Any, queue: int, metrics: Metrics, chunk: int | None = None
@@ -91,6 +109,7 @@ class Engine:
         """queue: jobs that may wait; chunk: tokens of a prompt a forward call, None: all."""
         self.model, self.tokenizer, self.queue, self.chunk = model, tokenizer, queue, chunk
         self.metrics = metrics
+        self.told: Callable[[dict[str, Any]], None] = lambda facts: None
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
         self._durations: deque[float] = deque(maxlen=16)
@@ -246,6 +265,7 @@ class Engine:
             self._durations.append(job.ended - job.started)
         self._count(job)
         job.emit(ended)
+        self.told(job.facts())
 
     def _count(self, job: Job) -> None:
         metrics, ended = self.metrics, job.ended or job.arrived

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Request
 from torch import Tensor
@@ -32,7 +31,6 @@ class Service:
 
     Attributes:
         key: that requests must bear; None: everybody may come in.
-        told: called with plain facts of each request that has ended, for the log.
     """
 
     served: Served
@@ -40,7 +38,6 @@ class Service:
     limits: ServeLimits
     metrics: Metrics
     key: str | None = None
-    told: Callable[[dict[str, Any]], None] = lambda facts: None
 
     def require_key(self, request: Request) -> None:
         """Problem unless the request bears the key."""

@@ -14,15 +14,14 @@ from exactmoe.plan.dense_tiles import (
     estimate,
 )
 
-PROCESSORS = 132
-SHARED_EXPERT = DenseProblem("gate_up", 2048, 4096, 1, PROCESSORS)
-FFN_DOWN = DenseProblem("down", 4096, 12288, 1, PROCESSORS)
+SHARED_EXPERT = DenseProblem("gate_up", 2048, 4096, 1)
+FFN_DOWN = DenseProblem("down", 4096, 12288, 1)
 PROBLEMS = {
     "shared gate_up": SHARED_EXPERT,
-    "shared down": DenseProblem("down", 4096, 2048, 1, PROCESSORS),
-    "ffn gate_up": DenseProblem("gate_up", 12288, 4096, 1, PROCESSORS),
+    "shared down": DenseProblem("down", 4096, 2048, 1),
+    "ffn gate_up": DenseProblem("gate_up", 12288, 4096, 1),
     "ffn down": FFN_DOWN,
-    "small": DenseProblem("gate_up", 64, 64, 1, PROCESSORS),
+    "small": DenseProblem("gate_up", 64, 64, 1),
 }
 
 

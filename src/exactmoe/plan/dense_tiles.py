@@ -11,6 +11,7 @@ from functools import lru_cache
 from exactmoe import env
 
 _CHUNK, _SEGMENT = 64, 4096
+_PROCESSORS = 132
 # Bytes a clock at 1.75 GHz of all multiprocessors together: 4.4 TB/s from memory, 5.5 from L2.
 _MEMORY_RATE, _L2_RATE = 2500.0, 3150.0
 # Cycles of a wgmma of 16 of k: half its width, and not less than reading 64 rows takes.
@@ -80,14 +81,12 @@ class DenseProblem:
         rows: output features.
         columns: k.
         num_tokens: of the call.
-        processors: of the device.
     """
 
     op: str
     rows: int
     columns: int
     num_tokens: int
-    processors: int
 
 
 def dense_tile(problem: DenseProblem) -> DenseTile:
@@ -127,7 +126,7 @@ def _rounds(problem: DenseProblem, tile: DenseTile, token_tiles: int, tokens: in
     pair = 2 if problem.op == "gate_up" else 1
     row_blocks = -(-problem.rows * pair // tile.rows)
     items = -(-row_blocks // tile.cluster) * token_tiles
-    rounds = -(-items // (problem.processors // tile.cluster))
+    rounds = -(-items // (_PROCESSORS // tile.cluster))
     active = -(-items // rounds) * tile.cluster
     matrix = max(1, tile.rows // 64) * 4 * max(tokens / 2, _LEAST_WGMMA)
     copied = active * 128 * (tile.rows + tokens / tile.cluster)

@@ -45,7 +45,8 @@ def is_quick(variant: Dense) -> bool:
 
 def label(variant: Dense) -> str:
     segmented = " segmented" * variant.segmented
-    return f"{variant.op} {variant.tokens}x{variant.rows} c{variant.cluster}{segmented}"
+    size = f"{variant.tokens}x{variant.rows} k{64 * variant.chunks}"
+    return f"{variant.op} {size} c{variant.cluster} b{variant.blocks}{segmented}"
 
 
 every_variant = pytest.mark.parametrize(

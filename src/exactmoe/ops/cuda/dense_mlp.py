@@ -123,9 +123,8 @@ def _launch(
 ) -> DenseLaunch:
     """With the tile of the table."""
     rows, columns = weights[0].shape
-    problem = DenseProblem(op, rows, columns, tokens.shape[0], _processors(out.device.index))
-    variant = variant_of(op, columns, dense_tile(problem))
-    return DenseLaunch(variant, weights, tokens, out, limit)
+    chosen = dense_tile(DenseProblem(op, rows, columns, tokens.shape[0]))
+    return DenseLaunch(variant_of(op, columns, chosen), weights, tokens, out, limit)
 
 
 def variant_of(op: str, columns: int, tile: DenseTile) -> Dense:

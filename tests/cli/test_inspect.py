@@ -1,12 +1,15 @@
 """`exactmoe inspect`: from headers, checked against the files."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
+from exactmoe.report import fp8_units
 
 
 def file_bytes(folder, part):
@@ -30,6 +33,7 @@ def test_json(run, demo):
         assert {row["dialect"] for row in layers[1:]} == {"ModelOpt NVFP4"}
         assert layers[1]["format"] == "nvfp4"
         assert {row["units"] for row in layers} == {"bf16"}
+        assert {row["fp8"] for row in layers} == {None}
         assert (layers[1]["experts"], layers[1]["top_k"]) == (20, 4)
         assert layers[0]["experts"] is None
         assert layers[0]["dense_bytes"] == 3 * 256 * 384 * 2
@@ -76,6 +80,54 @@ def test_an_expert_that_fp8_units_cannot_hold_is_counted(run, tmp_path):
     assert [row["units"] for row in rows] == ["fp8 24/24"] * 2 + ["fp8 23/24 24/24 24/24"] + [
         "fp8 24/24"
     ] * 2
+    gate, up = rows[2]["fp8"]["gate"], rows[2]["fp8"]["up"]
+    assert (gate["exact"], gate["experts"], up["exact"]) == (23, 24, 24)
+    (wide,) = [int(span) for span in gate["spans"] if int(span) > 14]
+    assert 18 <= wide <= 22 and gate["spans"][str(wide)] == 1
+    text = run("inspect", folder).stdout
+    assert "359 of 360 exact; fp8 units hold 14" in text
+    assert f"23/24, spans {min(map(int, gate['spans']))}-{wide}" in text
+    assert re.search(rf"^ +{wide} binades +1  #$", text, re.M), text
+
+
+def test_nvfp4_with_powers_of_two_counts(run, tmp_path):
+    """A lossless cast of a native checkpoint; one general scale makes its expert bf16."""
+    source = Path(__file__).resolve().parents[2] / "demo" / "deepseek_v4"
+    folder = tmp_path / "model"
+    assert run("quantize", source, folder, "--format", "nvfp4").exit_code == 0
+    native = json.loads(run("inspect", source, "--json").stdout)["layers"]
+    rows = json.loads(run("inspect", folder, "--json").stdout)["layers"]
+    assert {row["format"] for row in rows} == {"nvfp4"}
+    assert [row["units"] for row in rows] == [row["units"] for row in native]
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(n for n in tensors if "layers.3." in n and n.endswith("experts.7.w2.weight_scale"))
+    tensors[name].view(torch.uint8)[3, 2] |= 3
+    tensors[name.removesuffix("_scale")][3] = 0x22
+    save_file(tensors, file, metadata={"format": "pt"})
+    rows = json.loads(run("inspect", folder, "--json").stdout)["layers"]
+    assert rows[3]["units"] == "fp8 24/24 24/24 23/24"
+    assert rows[3]["fp8"]["down"]["no_powers_of_two"] == 1
+    assert "1 no powers of two" in run("inspect", folder).stdout
+
+
+def test_experts_are_counted_a_few_at_a_time(run, monkeypatch):
+    """With chunks of one expert, of five, and of all: the same counts, in bounded memory."""
+    folder = Path(__file__).resolve().parents[2] / "demo" / "deepseek_v4"
+    found, counted = [], []
+    spans = fp8_units.piece_spans
+
+    def record(weight):
+        counted.append(weight.num_experts)
+        return spans(weight)
+
+    monkeypatch.setattr(fp8_units, "piece_spans", record)
+    for chunk, most in ((1, 1), (5 * 256 * 128 // 2, 5), (2**26, 24)):
+        monkeypatch.setattr(fp8_units, "CHUNK_BYTES", chunk)
+        counted.clear()
+        found.append(json.loads(run("inspect", folder, "--json").stdout)["layers"])
+        assert max(counted) == most and sum(counted) == 5 * 3 * 24
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_missing_tensor_is_listed_and_the_status_is_2(run, tmp_path):

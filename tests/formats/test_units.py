@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight, fp8_exact
+from exactmoe.formats.units import NO_POWERS, piece_spans
 
 PROPERTY = settings(max_examples=300, deadline=None, derandomize=True)
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
@@ -138,3 +140,30 @@ def test_like_brute_force_on_random_banks(format, columns, span, odd_share, seed
     weight = PackedWeight(format, packed, torch.from_numpy(scales.astype(np.uint8)), global_scale)
     expected = [brute_force(codes[e].tolist(), scales[e].tolist(), format) for e in range(4)]
     assert fp8_exact(weight).tolist() == expected
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_spans(format):
+    """The widest piece of any row; zero blocks do not count; nothing is a span of 0."""
+    blocks = 128 // BLOCK[format]
+    mixed = [-9] * (blocks - 1) + [3] + [-9] * blocks
+    assert piece_spans(weight_of(format, mixed)).tolist() == [12]
+    assert piece_spans(weight_of(format, mixed, zero_blocks=[blocks - 1])).tolist() == [0]
+    assert piece_spans(weight_of(format, [-9, 8], zero_blocks=[0, 1])).tolist() == [0]
+    assert piece_spans(weight_of(format, [-9, 8])).tolist() == [17]
+
+
+def test_spans_of_scales_that_are_no_powers_of_two():
+    weight = weight_of("nvfp4", [0, 1])
+    weight.scales[0, 0, 1] |= 1
+    assert piece_spans(weight).tolist() == [NO_POWERS]
+    weight.codes[0, 0, 8:] = 0x80
+    assert piece_spans(weight).tolist() == [0]
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+def test_other_formats_have_no_spans(format):
+    scales = None if format == "bf16" else torch.ones(1, 1, 1)
+    codes = torch.zeros(1, 1, 16, dtype=torch.bfloat16 if format == "bf16" else torch.uint8)
+    with pytest.raises(ConfigError, match=f"format is '{format}'; allowed: nvfp4, mxfp4"):
+        piece_spans(PackedWeight(format, codes, scales))

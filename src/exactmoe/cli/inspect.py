@@ -9,7 +9,8 @@ from rich.table import Table
 from exactmoe.checkpoint import Checkpoint, LayerPlan, Reader, audit, plan_layer
 from exactmoe.cli import options
 from exactmoe.cli.output import console, open_checkpoint, print_json, reading
-from exactmoe.formats import fp8_exact
+from exactmoe.formats.units import MAX_FP8_BINADES
+from exactmoe.report.fp8_units import UnitCount, count_units, histogram, total
 
 BAD_CHECKPOINT = 2
 _PROJECTIONS = ("gate", "up", "down")
@@ -28,6 +29,8 @@ class Row:
         hidden_size, intermediate_size: H and I.
         units: matrix units of the class: "bf16", or how many of gate, up and down are exact on fp8
             units; None where that was not read.
+        fp8: of gate, up and down: how many experts the fp8 units hold exactly, and how many span
+            how many binades; None where that was not read.
         routed_bytes, dense_bytes, router_bytes: of the files; dense also counts a shared expert.
     """
 
@@ -40,9 +43,15 @@ class Row:
     hidden_size: int
     intermediate_size: int
     units: str | None
+    fp8: dict[str, UnitCount] | None
     routed_bytes: int
     dense_bytes: int
     router_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        counts = {name: count.to_dict() for name, count in (self.fp8 or {}).items()}
+        return {**self.__dict__, "fp8": counts or None}
 
 
 def command(
@@ -64,12 +73,13 @@ def command(
                 "path": str(checkpoint.path),
                 "model_type": checkpoint.family.model_type,
                 "numerics": checkpoint.family.numerics.to_dict(),
-                "layers": [row.__dict__ for row in rows],
+                "layers": [row.to_dict() for row in rows],
                 "report": report.to_dict(),
             }
         )
     else:
         console().print(_table(checkpoint, rows))
+        _print_units(rows)
         typer.echo(report.text())
     if report.errors:
         raise typer.Exit(BAD_CHECKPOINT)
@@ -77,13 +87,17 @@ def command(
 
 def _rows(checkpoint: Checkpoint, plans: list[LayerPlan], read: bool, show: bool) -> list[Row]:
     a8 = checkpoint.family.numerics.activation == "a8"
-    counted = a8 and read
-    nbytes = sum(_nbytes(plan.experts) for plan in plans) if counted else 0
-    with reading(show and counted, nbytes) as progress, Reader(checkpoint, progress) as reader:
-        return [_row(plan, _units(plan, reader if counted else None, a8)) for plan in plans]
+    counted = [plan for plan in plans if a8 and read and plan.experts and not plan.errors]
+    nbytes = sum(_nbytes(plan.experts) for plan in counted)
+    with (
+        reading(show and bool(counted), nbytes) as progress,
+        Reader(checkpoint, progress) as reader,
+    ):
+        found = {plan.spec.layer: count_units(plan, reader) for plan in counted}
+    return [_row(plan, a8, found.get(plan.spec.layer)) for plan in plans]
 
 
-def _row(plan: LayerPlan, units: str | None) -> Row:
+def _row(plan: LayerPlan, a8: bool, fp8: dict[str, UnitCount] | None) -> Row:
     spec = plan.spec
     weights = plan.experts or plan.dense
     found = [w.dialect for w in weights.values() if w.sources]
@@ -96,7 +110,8 @@ def _row(plan: LayerPlan, units: str | None) -> Row:
         top_k=None if spec.moe is None else spec.moe.top_k,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
-        units=units,
+        units=_units(plan, a8, fp8),
+        fp8=fp8,
         routed_bytes=_nbytes(plan.experts),
         dense_bytes=_nbytes(plan.dense),
         router_bytes=sum(info.nbytes for info in plan.router.values()),
@@ -107,17 +122,34 @@ def _nbytes(weights: dict[str, Any]) -> int:
     return sum(info.nbytes for weight in weights.values() for info in weight.tensors)
 
 
-def _units(plan: LayerPlan, reader: Reader | None, a8: bool) -> str | None:
+def _units(plan: LayerPlan, a8: bool, fp8: dict[str, UnitCount] | None) -> str | None:
     """Routed experts only: dense parts run on bf16 units in both classes."""
     if not plan.experts or not a8:
         return "bf16"
-    if reader is None or plan.errors:
+    if fp8 is None:
         return None
-    counts = [int(fp8_exact(reader.weight(plan.experts[name])).sum()) for name in _PROJECTIONS]
-    experts = plan.spec.moe.num_experts if plan.spec.moe is not None else 0
-    if set(counts) == {experts}:
-        return f"fp8 {experts}/{experts}"
-    return "fp8 " + " ".join(f"{count}/{experts}" for count in counts)
+    counts = [f"{count.exact}/{count.experts}" for count in fp8.values()]
+    return "fp8 " + " ".join(dict.fromkeys(counts) if len(set(counts)) == 1 else counts)
+
+
+def _print_units(rows: list[Row]) -> None:
+    """Experts that the fp8 units hold exactly, by layer and projection, and the histogram."""
+    counted = [row for row in rows if row.fp8 is not None]
+    if not counted:
+        return
+    made = Table(title="experts that fp8 units hold exactly (class a8)", title_justify="left")
+    for name in ("layer", "gate", "up", "down"):
+        made.add_column(name)
+    for row in counted:
+        cells = [] if row.fp8 is None else [str(row.fp8[name]) for name in _PROJECTIONS]
+        made.add_row(str(row.layer), *cells)
+    console().print(made)
+    everything = total(count for row in counted for count in (row.fp8 or {}).values())
+    typer.echo(
+        f"binades within a 128-wide piece of a row, by expert and projection ({everything.exact} "
+        f"of {everything.experts} exact; fp8 units hold {MAX_FP8_BINADES}):"
+    )
+    typer.echo("\n".join(histogram(everything)))
 
 
 def _table(checkpoint: Checkpoint, rows: list[Row]) -> Table:

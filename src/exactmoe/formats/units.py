@@ -9,6 +9,7 @@ Decided from the bytes of that expert and projection alone.
 import torch
 from torch import Tensor
 
+from exactmoe.errors import ConfigError
 from exactmoe.formats.packed import BLOCK, PackedWeight, nonzero_blocks
 from exactmoe.formats.scales import E8M0_BIAS, decode_e4m3, floor_log2
 
@@ -16,29 +17,48 @@ MAX_FP8_BINADES = 14
 PIECE = 128
 
 
+# What `piece_spans` gives where a block scale over a non-zero code is no power of two.
+NO_POWERS = -1
+
+
 def fp8_exact(weight: PackedWeight) -> Tensor:
     """Bool [E]: True where the fp8 units multiply the same values that the bf16 units do.
 
     An FP8 weight's operands are e4m3 themselves.
     """
-    if weight.format == "fp8":
-        return torch.ones(weight.num_experts, dtype=torch.bool, device=weight.device)
-    if weight.scales is None:
-        return torch.zeros(weight.num_experts, dtype=torch.bool, device=weight.device)
+    if weight.format in ("fp8", "bf16"):
+        exact = weight.format == "fp8"
+        return torch.full((weight.num_experts,), exact, dtype=torch.bool, device=weight.device)
+    spans = piece_spans(weight)
+    return (spans >= 0) & (spans <= MAX_FP8_BINADES)
+
+
+def piece_spans(weight: PackedWeight) -> Tensor:
+    """Int32 [E]: of each expert of an FP4 weight, the most binades that the block scales of one
+    128-wide piece of a row span, over blocks with a non-zero code; 0 where there are none.
+
+    NO_POWERS where a scale over a non-zero code is no power of two.
+
+    Raises:
+        ConfigError: the weight has no FP4 codes.
+    """
+    if weight.scales is None or weight.format == "fp8":
+        raise ConfigError(f"format is {weight.format!r}; allowed: nvfp4, mxfp4")
     counted = nonzero_blocks(weight)
-    exact = torch.ones(weight.num_experts, dtype=torch.bool, device=weight.device)
+    powers = torch.ones(weight.num_experts, dtype=torch.bool, device=weight.device)
     if weight.format == "mxfp4":
         exponents = weight.scales.int() - E8M0_BIAS
     else:
         scales = decode_e4m3(weight.scales)
         exponents = floor_log2(torch.where(scales > 0, scales, torch.ones_like(scales)))
         # Zero is no power of two: a zero scale over a non-zero code decides for bf16.
-        powers = torch.ldexp(torch.ones_like(scales), exponents) == scales
-        exact &= (powers | ~counted).all(-1).all(-1)
+        equal = torch.ldexp(torch.ones_like(scales), exponents) == scales
+        powers = (equal | ~counted).all(-1).all(-1)
     per_piece = PIECE // BLOCK[weight.format]
     padding = -exponents.shape[-1] % per_piece
     exponents = torch.nn.functional.pad(exponents, (0, padding)).unflatten(-1, (-1, per_piece))
     counted = torch.nn.functional.pad(counted, (0, padding)).unflatten(-1, (-1, per_piece))
     high = torch.where(counted, exponents, torch.full_like(exponents, -1000)).amax(-1)
     low = torch.where(counted, exponents, torch.full_like(exponents, 1000)).amin(-1)
-    return exact & (high - low <= MAX_FP8_BINADES).all(-1).all(-1)
+    spans = (high - low).clamp(min=0).amax((-2, -1))
+    return torch.where(powers, spans, torch.full_like(spans, NO_POWERS)).int()

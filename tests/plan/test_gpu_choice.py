@@ -2,6 +2,7 @@
 
 import importlib
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from exactmoe.plan.architectures import require_one_architecture
 
 CARD = torch.device("cuda", 0)
 A16, A8 = Numerics(), Numerics.preset("a8")
+A8_BF16 = replace(A8, units="bf16")
+A8_FP8 = replace(A8, units="fp8")
 EXPERTS = tuple(WeightShape("nvfp4", *shape) for shape in ((256, 128), (256, 128), (128, 256)))
 module = importlib.import_module("exactmoe.plan.choose")
 
@@ -83,7 +86,6 @@ def test_an_architecture_without_a_path_is_refused_with_the_list(name, backend, 
     ("numerics", "experts", "fixed", "reason"),
     [
         (A16, (), False, "dense parts run on the portable ones"),
-        (A8, EXPERTS, False, "compute class a16; this layer is a8"),
         (A16, EXPERTS, True, "rearranges the experts' bytes, which belong to a module"),
         (A16, (WeightShape("bf16", 256, 128),) * 3, False, "gate is bf16; it takes nvfp4, mxfp4"),
         (
@@ -139,10 +141,82 @@ def test_a_cpu_backend_on_a_card_is_refused(name, machine):
         choose(A16, CARD, name, EXPERTS)
 
 
+@pytest.mark.parametrize(
+    ("numerics", "path", "tiles"),
+    [
+        (A16, "cuda", "cuda"),
+        (A8, "cuda_a8", "cuda_a8"),
+        (A8_BF16, "cuda_a8_bf16", "cuda_a8"),
+        (A8_FP8, "cuda_a8_fp8", "cuda_a8"),
+    ],
+)
+def test_the_ops_and_tiles_of_a_class(numerics, path, tiles, machine):
+    """And every path has the storage that its name says."""
+    plan = choose(numerics, CARD, "auto", EXPERTS)
+    assert (plan.backend, plan.path, plan.tiles) == ("cuda", path, tiles)
+    assert "run as bf16 units" not in plan.reason
+    kind = importlib.import_module("exactmoe.ops")._PATHS[path][1]
+    storage = getattr(importlib.import_module("exactmoe.ops.cuda_path"), kind).storage
+    assert storage.units == ("" if numerics is A16 else numerics.units)
+    assert storage.layout == ("fragment" if "bf16" in numerics.units else "fragment_fp8")
+
+
+def test_other_backends_have_one_path(machine):
+    machine("sm_80")
+    plan = choose(A8, CARD, "auto", EXPERTS)
+    assert (plan.backend, plan.path, plan.tiles, plan.units) == ("triton",) * 3 + ("auto",)
+    plan = choose(A8, torch.device("cpu"))
+    assert (plan.backend, plan.path, plan.tiles, plan.units) == ("cpu",) * 3 + ("auto",)
+    assert choose(A16, CARD, "triton", EXPERTS).units == ""
+
+
+@pytest.mark.parametrize("numerics", [A8, A8_FP8], ids=["auto", "fp8"])
+def test_portable_kernels_have_no_fp8_units(numerics, machine):
+    """Where FP4 experts may take them, the portable path would give other bits."""
+    said = (
+        f"units={numerics.units!r} may take the fp8 units on sm_90, which give other bits "
+        "and which it has no kernels for; it runs units='bf16'"
+    )
+    plan = choose(numerics, CARD, "auto", EXPERTS)
+    assert reasons(plan)["triton"] == said
+    with pytest.raises(Unsupported, match=r"'triton' cannot run on cuda:0: .*allowed: auto, cuda$"):
+        choose(numerics, CARD, "triton", EXPERTS)
+    down = (WeightShape("bf16", 256, 128),) * 2 + (WeightShape("mxfp4", 128, 256),)
+    with pytest.raises(Unsupported, match="fp8 units on sm_90, which give other bits"):
+        choose(numerics, CARD, "auto", down)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "experts"),
+    [
+        (A8_BF16, EXPERTS),
+        (A16, EXPERTS),
+        (A8, (WeightShape("bf16", 256, 128),) * 3),
+        (A8_FP8, (WeightShape("fp8", 256, 128),) * 3),
+        (A8, ()),
+    ],
+)
+def test_portable_kernels_run_what_only_the_bf16_units_take(numerics, experts, machine):
+    assert choose(numerics, CARD, "triton", experts).backend == "triton"
+
+
+@pytest.mark.parametrize("name", ["sm_80", "gfx942"])
 @pytest.mark.parametrize("units", ["auto", "fp8"])
-def test_units_are_named(units, machine):
-    plan = choose(Numerics(activation="a8", units=units, slot="f32"), CARD, "auto", EXPERTS)
-    assert f"units={units!r} run as bf16 units on a GPU in this version" in plan.reason
+def test_units_are_named(units, name, machine):
+    """Where the table has no fp8 row, all run on the bf16 units."""
+    machine(name)
+    plan = choose(replace(A8, units=units), CARD, "auto", EXPERTS)
+    assert plan.backend == "triton"
+    assert f"units={units!r} run as bf16 units on {name} (contract section 3)" in plan.reason
+    assert "units" not in choose(A8_BF16, CARD, "auto", EXPERTS).reason
+    plan = choose(replace(A8, units=units), torch.device("cpu"))
+    assert f"units={units!r} run as bf16 units on a CPU" in plan.reason
+
+
+def test_the_only_fp8_row(machine):
+    """A row names an instruction only where kernels take it; its k step is 32."""
+    rows = {row.name: row.fp8_instruction for row in ARCHITECTURES.values() if row.fp8_instruction}
+    assert rows == {"sm_90": "wgmma m64nNk32"}
 
 
 SHAPES = (WeightShape("nvfp4", 512, 256), WeightShape("nvfp4", 512, 256))
@@ -172,13 +246,13 @@ def test_tiles_of_a_plan(sm_90):
 
 def test_tiles_in_chains_are_those_that_run(sm_90):
     """Class a8 and fp8 weights: the table's 128 tokens are 64 on the card."""
-    plan = choose(A8, CARD, "triton", SHAPES)
+    plan = choose(A8_BF16, CARD, "triton", SHAPES)
     fp8 = tuple(shape._replace(format="fp8") for shape in SHAPES)
     half = (SHAPES[0], SHAPES[1], fp8[2])
     plain = tiles_of(plan, A16, SHAPES, 10_000, (8,))
     assert [c.tile.tokens for c in plain] == [128, 128]
     for numerics, shapes, tokens in (
-        (A8, SHAPES, [64, 64]),
+        (A8_BF16, SHAPES, [64, 64]),
         (A16, fp8, [64, 64]),
         (A16, half, [128, 64]),
     ):
@@ -187,8 +261,21 @@ def test_tiles_in_chains_are_those_that_run(sm_90):
         assert [c.tile.rows for c in found if c.tile.tokens == 64][-1:] == [64]
         assert all("cut from 128 tokens" in c.reason for c in found if c.tile.tokens == 64)
         assert [c.kernel for c in found] == ["kernels/triton/gate_up.py", "kernels/triton/down.py"]
-    (narrow, _) = tiles_of(plan, A8, SHAPES, 8, (8,))
+    (narrow, _) = tiles_of(plan, A8_BF16, SHAPES, 8, (8,))
     assert narrow.reason.endswith("in chains of 128")
+
+
+@pytest.mark.parametrize("numerics", [A8, A8_BF16, A8_FP8], ids=lambda numerics: numerics.units)
+def test_tiles_of_the_fast_path_in_class_a8(numerics, sm_90):
+    """Its table has no tile of 128 tokens, so none is cut."""
+    plan = choose(numerics, CARD, "auto", SHAPES)
+    for slots, tokens in ((8, 8), (10_000, 64)):
+        found = tiles_of(plan, numerics, SHAPES, slots, (8,))
+        assert [c.tile.tokens for c in found] == [tokens, tokens]
+        assert {c.kernel for c in found} == {"kernels/cuda/experts.cu"}
+        assert all("cut" not in c.reason for c in found)
+    plan = choose(A16, CARD, "auto", SHAPES)
+    assert [c.tile.tokens for c in tiles_of(plan, A16, SHAPES, 10_000, (8,))] == [128, 128]
 
 
 def test_cards_of_different_tiles_are_told_apart(sm_90):

@@ -3,6 +3,7 @@
 import pytest
 
 from exactmoe.errors import ConfigError
+from exactmoe.kernels.cuda.source import TOKENS
 from exactmoe.plan.tiles import OPS, TILES, choose_tile, offered, rows_per_expert, tile
 
 
@@ -18,7 +19,7 @@ def test_the_table_is_ascending_and_fits_the_instruction(backend):
         widths = [tile.tokens for tile in tiles]
         assert widths == sorted(set(widths))
         # wgmma takes any multiple of 8; a Triton dot at least 16.
-        least = 8 if backend == "cuda" and op != "dense_mlp" else 16
+        least = 8 if backend.startswith("cuda") and op != "dense_mlp" else 16
         assert all(width % least == 0 for width in widths)
         assert all(tile.matrix_rows >= 64 for tile in tiles)
 
@@ -30,6 +31,23 @@ def test_the_table_is_ascending_and_fits_the_instruction(backend):
 )
 def test_the_narrowest_tile_that_holds_an_expert(tokens, width):
     assert tile("cuda", "sm_90", "gate_up", tokens * 8, 288).tokens == width
+
+
+def test_class_a8_has_the_same_tiles_but_the_widest():
+    """Two accumulators a lane, of a chain and of the sums, leave registers for 64 tokens."""
+    for op in ("gate_up", "down"):
+        assert TILES["cuda_a8"][op] == tuple(t for t in TILES["cuda"][op] if t.tokens <= 64)
+        for tokens, width in ((1, 8), (256, 16), (1024, 40), (2048, 64), (8192, 64)):
+            assert tile("cuda_a8", "sm_90", op, tokens * 8, 288).tokens == width
+    assert TILES["cuda_a8"]["dense_mlp"] == TILES["cuda"]["dense_mlp"]
+
+
+@pytest.mark.parametrize("activation", TOKENS)
+def test_tiles_of_the_fast_path_are_those_of_its_kernels(activation):
+    """kernels/cuda/source.py has sizes of shared memory for these widths."""
+    backend = {"a16": "cuda", "a8": "cuda_a8"}[activation]
+    for op in ("gate_up", "down"):
+        assert tuple(tile.tokens for tile in TILES[backend][op]) == TOKENS[activation]
 
 
 def test_rows_of_an_expert_in_use():
@@ -51,7 +69,8 @@ def test_every_offered_width_can_be_forced(monkeypatch):
             monkeypatch.setenv("EXACTMOE_TILE", str(width))
             choice = choose_tile(backend, "sm_90", "gate_up", 8, 288)
             own = {tile.tokens for tile in TILES[backend]["gate_up"]}
-            assert choice.tile.tokens == min(w for w in own if w >= width)
+            # A width that only dense parts offer is wider than all: the widest.
+            assert choice.tile.tokens == min((w for w in own if w >= width), default=max(own))
             assert choice.reason == f"EXACTMOE_TILE={width}"
 
 

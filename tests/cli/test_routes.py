@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from exactmoe.report.route_trace import RouteTrace
+
 TEXT = Path(__file__).resolve().parents[2] / "demo" / "heldout" / "colorsys.py.txt"
 
 
@@ -49,6 +51,22 @@ def test_the_recorded_trace_gives_the_same(run, traced, glm, tmp_path):
     assert (tmp_path / "again" / "load.png").read_bytes() == (folder / "load.png").read_bytes()
 
 
+def test_a_parquet_trace_of_another_program(run, traced, glm, tmp_path):
+    """It has the columns and nothing else: experts are the model's."""
+    import pyarrow.parquet as pq
+
+    folder, content = traced
+    RouteTrace.load(folder / "routes.npz").save(tmp_path / "routes.parquet")
+    table = pq.read_table(tmp_path / "routes.parquet").replace_schema_metadata(None)
+    pq.write_table(table, tmp_path / "mine.parquet")
+    arguments = ("--trace", tmp_path / "mine.parquet", "--out", tmp_path / "out", "--json")
+    again = json.loads(run("routes", glm, *arguments).stdout)
+    assert {**again, "files": None} == {**content, "files": None}
+    other = run("routes", TEXT.parents[1] / "deepseek_v4", *arguments)
+    assert other.exit_code == 2
+    assert "does not say how many experts layers [5] have" in other.stderr
+
+
 def test_refusals(run, traced, glm, tmp_path):
     trace = traced[0] / "routes.npz"
     other = TEXT.parents[1] / "deepseek_v4"
@@ -56,6 +74,7 @@ def test_refusals(run, traced, glm, tmp_path):
         (glm,): "--text and --trace: allowed is one of them",
         (glm, "--text", "a", "--trace", "b"): "--text and --trace: allowed is one of them",
         (glm, "--text", tmp_path / "none.txt"): "none.txt cannot be read",
+        (glm, "--text", TEXT, "--save-as", "csv"): "allowed: .npz, .parquet",
         (glm, "--trace", tmp_path / "none.npz"): "is no trace of routes",
         (other, "--trace", trace): "it is of another model",
         (glm, "--trace", trace, "--placement", trace): "is no placement",

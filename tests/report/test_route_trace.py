@@ -101,6 +101,6 @@ def test_files_that_are_no_trace(tmp_path):
         RouteTrace.load(path)
     arrays = {"format": np.array([1]), "layers": np.array([0]), "facts": np.array([[4, 0, 0]])}
     steps = {"layer_0_steps": np.zeros(3), "layer_0_tokens": np.zeros(3)}
-    np.savez(path, **arrays, **steps, layer_0_expert_ids=np.zeros((2, 2)))
+    np.savez(path, **arrays, **steps, layer_0_expert_ids=np.zeros((2, 2), np.int32))
     with pytest.raises(CheckpointError, match="arrays of layer 0 differ in length"):
         RouteTrace.load(path)

@@ -9,6 +9,7 @@ from exactmoe.cli import options
 from exactmoe.cli.output import open_checkpoint, print_json, status
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
+from exactmoe.report.route_files import Facts, suffix_of
 from exactmoe.report.route_load import read_placement
 from exactmoe.report.route_page import Findings, examine, write
 from exactmoe.report.route_trace import CAPACITY, RouteTrace, tracing
@@ -24,9 +25,13 @@ def command(
         str | None, typer.Option(metavar="FILE", help="Text whose routes are recorded.")
     ] = None,
     trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A trace that was recorded before.")
+        str | None,
+        typer.Option(metavar="FILE", help="A trace, .npz or .parquet, that was recorded before."),
     ] = None,
     out: Annotated[str, typer.Option(metavar="FOLDER", help="Where the files go.")] = "routes",
+    save_as: Annotated[
+        str, typer.Option(metavar="npz|parquet", help="Kind of file of a text's trace.")
+    ] = "npz",
     over: Annotated[int, typer.Option(min=1, help="Cards that a placement is made for.")] = 2,
     placement: Annotated[
         str | None, typer.Option(metavar="FILE", help="A placement.json to measure as well.")
@@ -35,17 +40,18 @@ def command(
     """Draw load, shared experts and card shares of a text's routes, and write a placement."""
     if (text is None) == (trace is None):
         raise ConfigError("--text and --trace: allowed is one of them, and one is needed")
+    suffix_of(f"--save-as .{save_as}")
     given = {} if placement is None else {Path(placement).name: read_placement(placement)}
     folder, files = Path(out), []
     with status(not running.json) as say:
         if trace is not None:
-            recorded = RouteTrace.load(trace)
-            _require_layers(path, recorded)
+            recorded = _loaded(path, trace)
         else:
             recorded = _recorded(path, str(text), running)
             folder.mkdir(parents=True, exist_ok=True)
-            recorded.save(folder / "routes.npz")
-            files.append(str(folder / "routes.npz"))
+            file = folder / f"routes.{save_as}"
+            recorded.save(file)
+            files.append(str(file))
         say("examining the routes")
         found = examine(recorded, over, given)
         files = write(folder, Path(path).name, found, over) + files
@@ -55,16 +61,23 @@ def command(
         _show(found, over, files)
 
 
-def _require_layers(path: str, trace: RouteTrace) -> None:
-    """A trace of another model would be drawn under a wrong name."""
+def _loaded(path: str, file: str) -> RouteTrace:
+    """A trace of this model: one of another would be drawn under a wrong name."""
     family = open_checkpoint(path).family
-    asked = {spec.layer: spec.moe.num_experts for spec in family.layers if spec.moe is not None}
+    known = {
+        spec.layer: Facts(spec.moe.num_experts, spec.routing == "hash")
+        for spec in family.layers
+        if spec.moe is not None
+    }
+    trace = RouteTrace.load(file, known)
+    asked = {layer: facts.num_experts for layer, facts in known.items()}
     found = {layer: routes.num_experts for layer, routes in trace.layers.items()}
     wrong = {layer: count for layer, count in found.items() if asked.get(layer) != count}
     if wrong:
         raise ConfigError(
             f"the trace has (layer: experts) {wrong}; {path} has {asked}: it is of another model"
         )
+    return trace
 
 
 def _recorded(path: str, file: str, running: options.Running) -> RouteTrace:

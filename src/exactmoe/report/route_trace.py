@@ -1,11 +1,10 @@
-"""RouteTrace: what the tokens of a run chose in each layer, recorded, kept in one .npz file.
+"""RouteTrace: what the tokens of a run chose in each layer, recorded, kept in one file.
 
 with tracing({3: layer}) as read:
     model(...)
 read().save("routes.npz")
 """
 
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +13,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from exactmoe.errors import CheckpointError, ConfigError
+from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
+from exactmoe.report import route_files as files
 from exactmoe.runtime.trace import RouteRing
 
 CAPACITY = 65536
-_FORMAT = 1
-_PARTS = ("steps", "tokens", "expert_ids")
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
 
@@ -48,6 +46,16 @@ class LayerRoutes:
     def top_k(self) -> int:
         return int(self.expert_ids.shape[1])
 
+    @classmethod
+    def of(cls, facts: files.Facts, arrays: files.Arrays) -> "LayerRoutes":
+        """From what a file holds."""
+        return cls(facts.num_experts, facts.is_hashed, *arrays, lost=facts.lost)
+
+    def parts(self) -> tuple[files.Facts, files.Arrays]:
+        """As a file holds them."""
+        facts = files.Facts(self.num_experts, self.is_hashed, self.lost)
+        return facts, files.Arrays(self.steps, self.tokens, self.expert_ids)
+
 
 @dataclass(frozen=True, eq=False)
 class RouteTrace:
@@ -56,53 +64,32 @@ class RouteTrace:
     layers: dict[int, LayerRoutes]
 
     def save(self, path: str | Path) -> None:
-        """Write an .npz file: format, layers [L], facts [L, 3] (experts, is_hashed, lost), and
-        layer_N_steps, layer_N_tokens, layer_N_expert_ids.
-        """
-        arrays: dict[str, Ints] = {
-            "format": np.array([_FORMAT]),
-            "layers": np.array(list(self.layers), dtype=np.int64),
-            "facts": np.array(
-                [[r.num_experts, r.is_hashed, r.lost] for r in self.layers.values()], dtype=np.int64
-            ),
-        }
-        for layer, routes in self.layers.items():
-            arrays |= {f"layer_{layer}_{part}": getattr(routes, part) for part in _PARTS}
-        with Path(path).open("wb") as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-
-    @classmethod
-    def load(cls, path: str | Path) -> "RouteTrace":
-        """What `save` wrote.
+        """Write a file whose name ends with .npz or .parquet (report/route_files.py).
 
         Raises:
-            CheckpointError: the file is missing or is no such trace.
+            ConfigError: another ending.
+            Unsupported: .parquet, and pyarrow is not installed.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                if file["format"].tolist() != [_FORMAT]:
-                    raise CheckpointError(
-                        f"{path}: format is {file['format'].tolist()}; allowed: [{_FORMAT}]"
-                    )
-                facts = zip(file["layers"].tolist(), file["facts"].tolist(), strict=True)
-                layers = {
-                    layer: LayerRoutes(
-                        num_experts=experts,
-                        is_hashed=bool(hashed),
-                        lost=lost,
-                        **{part: file[f"layer_{layer}_{part}"] for part in _PARTS},
-                    )
-                    for layer, (experts, hashed, lost) in facts
-                }
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{path} is no trace of routes: {error}") from error
-        for layer, routes in layers.items():
-            count = len(routes.steps)
-            if routes.expert_ids.ndim != 2 or {len(routes.tokens), len(routes.expert_ids)} != {
-                count
-            }:
-                raise CheckpointError(f"{path}: the arrays of layer {layer} differ in length")
-        return cls(layers)
+        write = {".npz": files.write_npz, ".parquet": files.write_parquet}[files.suffix_of(path)]
+        write(path, {layer: routes.parts() for layer, routes in self.layers.items()})
+
+    @classmethod
+    def load(cls, path: str | Path, known: Mapping[int, files.Facts] | None = None) -> "RouteTrace":
+        """A trace that was saved, or a .parquet file of another program.
+
+        Args:
+            known: facts of the layers, for a .parquet file that does not say them.
+
+        Raises:
+            CheckpointError: the file is missing, is no such trace, or does not say its facts.
+            ConfigError: a name with another ending.
+            Unsupported: .parquet, and pyarrow is not installed.
+        """
+        if files.suffix_of(path) == ".npz":
+            layers = files.read_npz(path)
+        else:
+            layers = files.read_parquet(path, known)
+        return cls({i: LayerRoutes.of(*found) for i, found in layers.items()})
 
 
 @contextmanager

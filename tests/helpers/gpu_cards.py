@@ -1,6 +1,7 @@
 """Cards for tests: two streams of one GPU, two GPUs, CPUs; and calls in graphs."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,11 +22,18 @@ CLASSES = {
 }
 
 
+@cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
 def captured(
     run: Callable[[], Any], stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """run() in a graph, after one eager call on the capture's stream."""
-    stream = stream or torch.cuda.Stream()
+    """run() in a graph, after one eager call on the capture's stream, by default the same for all:
+    each has an arena of its own.
+    """
+    stream = stream or _stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
-from exactmoe.ops.triton import dense_mlp, down, gate_up
+from exactmoe.ops.triton import dense_linear, dense_mlp, down, gate_up
 from exactmoe.ops.triton.launch import Launch
 from exactmoe.ops.triton.prepare import TritonWeight, prepare
 from exactmoe.plan.architectures import ARCHITECTURES
@@ -50,6 +50,16 @@ def case(op: str, format: str, activation: str, tile: Tile, architecture: str) -
         return gate_up.launch(
             rows, (weight, weight), routes, (routing, 10.0), h, tile, architecture
         )
+    if op == "up_after_gate":
+        weight, h = _weight(format, _E, _I, _H), _empty(slots, _I, dtype=h_type)
+        outputs = (h if scaled else _empty(slots, _I), h)
+        activation = (_empty(_TOKENS, _TOP_K) if scaled else None, 10.0)
+        rows = _rows(_TOKENS, _H, scaled)
+        given = (rows, (weight, weight), routes, activation, outputs)
+        return gate_up.launches(*given, tile, architecture)[1]
+    if op == "dense_linear":
+        weight, x = _weight(format, 8, 1024, _H), _empty(_TOKENS, 8, _H, dtype=torch.bfloat16)
+        return dense_linear.launch(x, weight, _empty(_TOKENS, 8, 1024), tile, architecture)
     if op == "down":
         weight, out = _weight(format, _E, _H, _I), _empty(slots, _H, dtype=h_type)
         rows = _rows(slots, _I, scaled)
@@ -146,8 +156,11 @@ def cases(architecture: str) -> list[tuple[str, str, str, Tile]]:
         found += [("down", "mxfp4", "a8", of_down[-1])]
         found += [("down", "fp8", "a16", of_down[0]), ("down", "nvfp4", "a16", of_down[0])]
         found += [("dense_segments", "bf16", "a16", of_dense[0])]
+        found += [("dense_linear", "fp8", "a16", of_dense[0])]
     if architecture == MAIN:
         found += [("gate_up", "nvfp4", "a16", tile) for tile in tiles("gate_up", architecture)]
+        found += [("up_after_gate", "nvfp4", "a16", tiles("gate_up", architecture)[0])]
+        found += [("dense_linear", "fp8", "a16", tile) for tile in of_dense[1:]]
         found += [("dense_gate_up", "bf16", "a16", tile) for tile in of_dense]
     return found
 

@@ -26,6 +26,7 @@ from exactmoe.parallel.rank_bank import RankBank, digest, program_facts
 from exactmoe.parallel.rank_exchange import Hall, exchange_ranks
 from exactmoe.parallel.rank_wire import RankWire
 from exactmoe.plan import Explanation
+from exactmoe.ranked_dense import RankedDense
 from exactmoe.routed import expert_regions, program, say_once
 from exactmoe.runtime.workspace import Region
 
@@ -100,7 +101,16 @@ class RankedLayer(MoELayer):
     @property
     def shares_dense_rows(self) -> bool:
         """Whether the shared expert is cut by output rows."""
-        return self.shared is not None and type(self.shared) is not DenseMLP
+        return isinstance(self.shared, RankedDense)
+
+    def alone(self) -> MoELayer:
+        """The same block on one card of every rank, for proofs: a copy of all experts. Every rank
+        has to call it.
+        """
+        shared = self.shared.alone() if isinstance(self.shared, RankedDense) else self.shared
+        limits, backend = self.limits, self.backend
+        whole = self.bank.join()
+        return MoELayer(self.config, whole, self.router, shared, limits=limits, backend=backend)
 
     def _facts(self) -> dict[str, object]:
         shared = None if self.shared is None or self.shares_dense_rows else self.shared

@@ -131,6 +131,39 @@ class RankedDense(DenseMLP):
         }
         ranks.agree(f"a dense MLP on {ranks}", facts)
 
+    def alone(self) -> DenseMLP:
+        """The same MLP on one card of every rank, for proofs: a copy of all rows. Every rank has to
+        call it.
+        """
+        gate, up, down = self.bank.weights()
+        return DenseMLP(
+            self._joined(gate, self.inner),
+            self._joined(up, self.inner),
+            self._joined(down, self.outer),
+            self.swiglu_limit,
+            self.limits,
+            self.backend,
+            self.numerics.output,
+        )
+
+    def _joined(self, weight: PackedWeight, cut: RowCut) -> PackedWeight:
+        """All rows of a projection."""
+
+        def joined(mine: Tensor) -> Tensor:
+            # A row of scales is of one row of codes, or of a block of them.
+            block = -(-cut.count(self.ranks.rank) // mine.shape[1])
+            most = -(-cut.most // block)
+            sent = mine.new_zeros(most, *mine.shape[2:])
+            sent[: mine.shape[1]].copy_(mine[0])
+            found = mine.new_empty(self.ranks.size, *sent.shape)
+            self.ranks.all_gather(sent, found)
+            counts = [-(-cut.count(rank) // block) for rank in range(self.ranks.size)]
+            parts = [part[:count] for part, count in zip(found, counts, strict=True)]
+            return torch.cat(parts)[None]
+
+        scales = None if weight.scales is None else joined(weight.scales)
+        return replace(weight, codes=joined(weight.codes), scales=scales)
+
     def regions(self, rows: int, storage: Storage) -> list[Region]:
         f32, size, inner, outer = torch.float32, self.ranks.size, self.inner, self.outer
         return [

@@ -17,6 +17,8 @@ from exactmoe.dense import DenseMLP
 from exactmoe.errors import CheckpointError
 from exactmoe.layer import MoELayer
 from exactmoe.proof.batch import Batch, Entry, entries
+from exactmoe.ranked import RankedLayer
+from exactmoe.ranked_dense import RankedDense
 
 TOKENS = 16
 """Tokens of the call that gives a vector."""
@@ -74,7 +76,10 @@ def vectors_of(layer: MoELayer | DenseMLP, subject: str, seed: int = 0) -> dict[
 def _inputs(entry: Entry, batch: Batch) -> str:
     """Weights in canonical order, whatever order their card reads."""
     digest = hashlib.sha256()
-    for name, tensor in (*sorted(batch.tensors().items()), *_weights(entry.layer)):
+    layer = entry.layer
+    if isinstance(layer, RankedLayer | RankedDense):
+        layer = layer.alone()
+    for name, tensor in (*sorted(batch.tensors().items()), *_weights(layer)):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_as_bytes(tensor))
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
 from exactmoe.proof.batch import entries
-from exactmoe.proof.dimensions import DIMENSIONS
+from exactmoe.proof.dimensions import DIMENSIONS, not_over_ranks
 from exactmoe.proof.machine import fingerprint
 from exactmoe.proof.report import Report
 from exactmoe.proof.trial import Trial
@@ -74,7 +74,11 @@ def verify(
             if progress is not None:
                 progress(f"{report.subject}: {entry.name}, {name}")
             begin = time.perf_counter()
-            DIMENSIONS[name](trial)
+            reason = not_over_ranks(layer, name)
+            if reason is None:
+                DIMENSIONS[name](trial)
+            else:
+                trial.cannot_run(name, reason)
             took = time.perf_counter() - begin
             report.times[name] = report.times.get(name, 0.0) + took
     report.seconds = time.perf_counter() - start

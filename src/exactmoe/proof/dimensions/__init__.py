@@ -18,6 +18,7 @@ from exactmoe.proof.dimensions.neighbours import neighbours
 from exactmoe.proof.dimensions.order import order
 from exactmoe.proof.dimensions.pieces import pieces
 from exactmoe.proof.dimensions.position import position
+from exactmoe.proof.dimensions.ranks import not_over_ranks, ranks
 from exactmoe.proof.dimensions.repeats import repeats
 from exactmoe.proof.dimensions.stages import stages
 from exactmoe.proof.dimensions.streams import streams
@@ -47,8 +48,9 @@ DIMENSIONS: dict[str, Callable[[Trial], None]] = {
         levers,
         backend,
         cards,
+        ranks,
         stages,
     )
 }
 
-__all__ = ["DIMENSIONS"]
+__all__ = ["DIMENSIONS", "not_over_ranks"]

@@ -24,6 +24,7 @@ from layers import (
     random_bank,
     random_call,
     relative_l2,
+    repeating_table,
     switch_bank,
 )
 from triton_device import INTERPRETED, use_triton
@@ -175,6 +176,13 @@ def test_pieces_and_the_log_line(rng, monkeypatch, caplog):
     assert all(" | not cuda: " in line and "numerics: activation a16" in line for line in lines)
     layer.reserve(9)
     assert_same_bits(layer(x), pieces)
+
+
+@pytest.mark.parametrize("numerics", CLASSES)
+def test_a_table_may_repeat_an_id(numerics):
+    layer, x, tokens, expected = repeating_table(numerics, "triton")
+    assert_same_bits(layer(x, tokens), expected)
+    layer.check()
 
 
 def test_a_dense_mlp(rng):

@@ -13,6 +13,7 @@ from layers import (
     first_column,
     layer_of,
     normal,
+    repeating_table,
     routed,
     switch_bank,
 )
@@ -251,3 +252,15 @@ def test_a18_a_hash_layer_takes_ids_from_the_table_and_weights_from_the_scores(b
     for k in range(4):
         total = total + gathered[:, k]
     assert_same_bits(weights, gathered / total[:, None] * 1.5)
+
+
+@pytest.mark.parametrize("numerics", CLASSES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a13_a_table_may_repeat_an_id(backend, numerics):
+    """Both slots count, each with its weight."""
+    layer, x, tokens, expected = repeating_table(numerics, backend)
+    ids, weights = routed(layer, x, tokens)
+    assert ids.tolist() == [[0, 1], [0, 0], [1, 1], [1, 0], [0, 0]]
+    assert_same_bits(weights, torch.full((5, 2), 0.75))
+    assert_same_bits(layer(x, tokens), expected)
+    assert_same_bits(layer.experts(x, ids, weights), expected)

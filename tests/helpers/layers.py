@@ -5,7 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exactmoe import ExpertBank, MoEConfig, MoELayer, PackedWeight, quantize_experts
+from exactmoe import (
+    ExpertBank,
+    MoEConfig,
+    MoELayer,
+    PackedWeight,
+    Router,
+    RouterConfig,
+    quantize_experts,
+)
 from exactmoe.formats import e2m1
 
 BACKENDS = ("reference", "cpu")
@@ -166,3 +174,19 @@ def true_experts(
 def relative_l2(found: Tensor, expected: Tensor) -> float:
     """|found - expected| / |expected| over all elements, in float64."""
     return float((found.double() - expected).norm() / expected.norm())
+
+
+def repeating_table(numerics: str, backend: str) -> tuple[MoELayer, Tensor, Tensor, Tensor]:
+    """A hash layer whose table repeats ids: (layer, x, token ids, y). Scores are equal, so a weight
+    is 0.75; experts 0 and 1 give 32 and 64; every sum is exact.
+    """
+    up, down = torch.zeros(2, 128), torch.zeros(2, 128, 128)
+    up[:, 0], down[:, :, 0] = torch.tensor([1.0, 2.0]), 1.0
+    config = RouterConfig("sqrt_softplus", factor=1.5)
+    table = torch.tensor([[0, 0], [1, 1], [0, 1], [1, 0]])
+    router = Router(torch.zeros(2, 128).bfloat16(), table=table, config=config)
+    bank = switch_bank("mxfp4", up, down)
+    layer = layer_of(bank, 2, backend, numerics=numerics, router=router)
+    tokens = torch.tensor([2, 0, 1, 3, 0])
+    expected = torch.tensor([72.0, 48, 96, 72, 48])[:, None].expand(5, 128)
+    return layer, first_column(5, 128), tokens, expected.bfloat16()

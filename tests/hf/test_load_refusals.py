@@ -72,6 +72,33 @@ def test_fp8_attention_without_scales_is_refused(family, write):
         load(write(change=quantise_attention))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+@pytest.mark.parametrize("bad", [-1, 8])
+def test_a_table_id_that_no_expert_has_is_named(write, family, bad):
+    def change(tensors):
+        tensors["layers.0.ffn.gate.tid2eid"][17, 1] = bad
+
+    said = rf"layers\.0\.ffn\.gate\.tid2eid \(layer 0\): table row 17, column 1 is {bad}; allowed"
+    with pytest.raises(CheckpointError, match=said):
+        load(write(change=change))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4"], indirect=True)
+def test_a_table_may_repeat_an_id(write, family, token_ids):
+    """transformers' own random models have all rows [0, 0]."""
+
+    def change(tensors):
+        tensors["layers.0.ffn.gate.tid2eid"][:] = 3
+
+    folder = write(change=change)
+    model = load(folder)
+    index, block, layer = blocks(model)[0]
+    x = torch.ones(1, 5, 128).bfloat16()
+    found = block(x, input_ids=token_ids[:, :5])[0]
+    assert found.equal(load_layer(folder, index)(x[0], token_ids=token_ids[0, :5]))
+    assert layer.route(x[0], token_ids[0, :5])[0].tolist() == [[3, 3]] * 5
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes_are_refused(write, dtype):
     def change(config):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from exactmoe.bank import ExpertBank, Partition
 from exactmoe.config import Limits, Placement
 from exactmoe.dense import DenseMLP
-from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.families import LayerSpec
 from exactmoe.hf import adapter, rank_blocks, storage
 from exactmoe.layer import MoELayer
@@ -190,9 +190,19 @@ def attach(block: nn.Module, spec: LayerSpec, options: Options) -> None:
 
 
 def attach_all(model: Any, specs: Iterable[LayerSpec], options: Options) -> None:
-    """Let our layers run all MLP blocks of a model, one spec a decoder layer."""
+    """Let our layers run all MLP blocks of a model, one spec a decoder layer.
+
+    Raises:
+        CheckpointError: an id in the table of a hash layer that no expert has; names the tensor.
+    """
     for layer, spec in zip(adapter.decoder_layers(model), specs, strict=True):
-        attach(layer.get_submodule("mlp"), spec, options)
+        try:
+            attach(layer.get_submodule("mlp"), spec, options)
+        except ConfigError as error:
+            if not str(error).startswith("table row"):
+                raise
+            name = f"{spec.names.router_table} (layer {spec.layer})"
+            raise CheckpointError(f"{name}: {error}") from error
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
 
 

@@ -28,3 +28,15 @@ def assert_saves_as(model, source, folder):
     """`save_pretrained` into `folder` gives the tensors of the folder `source`."""
     model.save_pretrained(folder)
     assert_same_tensors(tensors_in(folder), tensors_in(source))
+
+
+def assert_written_as(model, source, folder):
+    """`save_model` into `folder` gives the files of the folder `source`, byte by byte."""
+    from exactmoe.hf import save_model
+
+    save_model(model, folder, progress=False)
+    found, expected = (
+        {path.name: path.read_bytes() for path in where.iterdir()} for where in (folder, source)
+    )
+    assert sorted(found) == sorted(expected)
+    assert [name for name, content in expected.items() if found[name] != content] == []

@@ -9,8 +9,8 @@ from exactmoe import load_layer
 from exactmoe.checkpoint import Checkpoint, audit
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.formats import quantize
-from exactmoe.hf import blocks, load_model
-from saved_bytes import assert_saves_as
+from exactmoe.hf import blocks, load_model, save_model
+from saved_bytes import assert_saves_as, assert_written_as
 
 MLP = r"layers.*\.(mlp|ffn)\..*((gate|up|down)_proj|w[123])\.weight$"
 WORDS = {"glm5_next": ("gate_proj", "up_proj", "down_proj"), "deepseek_v4": ("w1", "w3", "w2")}
@@ -130,6 +130,7 @@ def require_bits_of_load_layer(folder, dialect, rng):
         assert torch.count_nonzero(expected)
         assert found.view(torch.int16).equal(expected.view(torch.int16))
     assert_saves_as(model, folder, folder.parent / "saved")
+    assert_written_as(model, folder, folder.parent / "written")
     return model
 
 
@@ -188,8 +189,12 @@ def test_e8m0_scales_in_mixed_dtypes_are_refused(write, family):
         load_model(write(change=change), progress=False)
 
 
-def test_stacked(write, family, rng):
-    require_bits_of_load_layer(write(change=stacked(family)), "stacked ", rng)
+def test_stacked(write, family, rng, tmp_path):
+    folder = write(change=stacked(family))
+    require_bits_of_load_layer(folder, "stacked ", rng)
+    several = load_model(folder, cards=("cpu", "cpu"), progress=False)
+    with pytest.raises(Unsupported, match="holds the experts of all cards; allowed by card"):
+        save_model(several, tmp_path / "by_card", by_card=True)
 
 
 @pytest.mark.parametrize("family", ["glm5_next"], indirect=True)

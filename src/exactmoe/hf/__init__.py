@@ -11,7 +11,16 @@ from exactmoe.hf.linears import linears
 from exactmoe.hf.load import load_model
 from exactmoe.hf.on_the_fly import ExactMoEConfig
 from exactmoe.hf.whole_block import blocks, to_canonical
+from exactmoe.hf.writing import save_model
 
 register()
 
-__all__ = ["ExactMoEConfig", "blocks", "explain", "linears", "load_model", "to_canonical"]
+__all__ = [
+    "ExactMoEConfig",
+    "blocks",
+    "explain",
+    "linears",
+    "load_model",
+    "save_model",
+    "to_canonical",
+]

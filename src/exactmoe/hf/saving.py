@@ -26,6 +26,7 @@ from exactmoe.hf import adapter
 from exactmoe.hf.conversions import GLOBAL_SCALE, SCALE
 from exactmoe.hf.storage import linear_weight
 from exactmoe.hf.whole_block import blocks, raw_state_dicts
+from exactmoe.layer import MoELayer
 from exactmoe.ops import CANONICAL
 
 _DTYPES = {
@@ -71,31 +72,42 @@ class Origin:
             CheckpointError: names that do not match, or files that are gone or changed.
             Unsupported: parameters are offloaded.
         """
-        with raw_state_dicts():
-            state = model.state_dict()
-        _require_in_memory(state)
-        saved: dict[str, Tensor] = {}
-        prefixes = (*self._blocks(model, saved), *self._linears(model, saved))
-        rest = {name: t for name, t in state.items() if not name.startswith(prefixes)}
-        self._rest(saved, adapter.revert(model, rest, conversions), model, conversions)
+        saved = self.other_tensors(model, conversions)
+        for index, _, layer in blocks(model):
+            saved |= self.block_tensors(index, layer)
         unread = [self.checkpoint.tensors[name] for name in self.unread]
         saved |= read(self.checkpoint.path, unread)
         return saved
 
-    def _blocks(self, model: Any, saved: dict[str, Tensor]) -> tuple[str, ...]:
-        """Adds the tensors of the MLP blocks; returns their names' prefixes in the model."""
-        names = {id(module): name for name, module in model.named_modules()}
-        found = blocks(model)
-        for index, _, layer in found:
-            plan = self.plans[index]
+    def block_tensors(self, index: int, layer: MoELayer | DenseMLP) -> dict[str, Tensor]:
+        """The tensors of one MLP block, which `layer` runs; routed experts of a card whose memory
+        cannot be given away as copies on the host.
+        """
+        saved: dict[str, Tensor] = {}
+        plan = self.plans[index]
+        dense = layer if isinstance(layer, DenseMLP) else layer.shared
+        if isinstance(layer, MoELayer):
             for projection, weight in plan.experts.items():
                 _add(saved, weight, _to_save(layer.bank, projection))
-            dense = layer if isinstance(layer, DenseMLP) else layer.shared
-            for projection, weight in plan.dense.items():
-                _add(saved, weight, dense.bank.packed(projection))  # type: ignore[union-attr]
             for name, info in plan.router.items():
                 saved[info.name] = _in_dtype(getattr(layer.router, name), info.dtype)
-        return tuple(f"{names[id(block)]}." for _, block, _ in found)
+        for projection, weight in plan.dense.items():
+            _add(saved, weight, dense.bank.packed(projection))  # type: ignore[union-attr]
+        return saved
+
+    def other_tensors(self, model: Any, conversions: list[Any]) -> dict[str, Tensor]:
+        """Everything that is in no MLP block and is not unread, over the parameters' memory."""
+        with raw_state_dicts():
+            state = model.state_dict()
+        _require_in_memory(state)
+        names = {id(module): name for name, module in model.named_modules()}
+        inside = {info.name for plan in self.plans for info, _ in plan.consumed()}
+        saved: dict[str, Any] = dict.fromkeys(inside)
+        prefixes = tuple(f"{names[id(block)]}." for _, block, _ in blocks(model))
+        prefixes += self._linears(model, saved)
+        rest = {name: t for name, t in state.items() if not name.startswith(prefixes)}
+        self._rest(saved, adapter.revert(model, rest, conversions), model, conversions)
+        return {name: tensor for name, tensor in saved.items() if name not in inside}
 
     def _linears(self, model: Any, saved: dict[str, Tensor]) -> tuple[str, ...]:
         """Adds the FP8 linear layers outside the blocks; returns their names' prefixes."""
@@ -142,12 +154,13 @@ def _to_save(bank: ExpertBank | SplitBank, projection: str) -> PackedWeight:
     of them together may not fit the card a second time.
     """
     weight = bank.packed(projection)
-    if bank.layout == CANONICAL or weight.scales is None:
+    apart = isinstance(bank, SplitBank) and len(set(bank.cards)) > 1
+    if bank.layout == CANONICAL and not apart:
         return weight
     return replace(
         weight,
         codes=weight.codes.cpu(),
-        scales=weight.scales.cpu(),
+        scales=None if weight.scales is None else weight.scales.cpu(),
         global_scale=None if weight.global_scale is None else weight.global_scale.cpu(),
     )
 

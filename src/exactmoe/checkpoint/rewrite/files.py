@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exactmoe.checkpoint.dialects import Dialect
 from exactmoe.checkpoint.files import Files
-from exactmoe.checkpoint.header import BITS
+from exactmoe.checkpoint.header import BITS, TensorInfo
 from exactmoe.checkpoint.plan import Source
 from exactmoe.checkpoint.values import converted
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
@@ -130,6 +130,19 @@ class ShardWriter:
             sync_folder(self._path.parent)
         else:
             self._partial.unlink(missing_ok=True)
+
+
+class SameShard(ShardWriter):
+    """A shard with the header of another one, byte by byte: the same tensors at the same places."""
+
+    def __init__(self, path: Path, like: Path, infos: Sequence[TensorInfo]) -> None:
+        super().__init__(path, ())
+        with like.open("rb") as handle:
+            self._header = handle.read(int.from_bytes(handle.read(8), "little"))
+        start = 8 + len(self._header)
+        self._places = {i.name: (i.offset - start, i.offset - start + i.nbytes) for i in infos}
+        self._size = start + max((end for _, end in self._places.values()), default=0)
+        self._missing = {info.name: info.nbytes for info in infos}
 
 
 def _write_all(descriptor: int, content: Any, start: int) -> None:

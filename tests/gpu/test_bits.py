@@ -27,7 +27,7 @@ MORE = {
 }
 CPU_WIDTHS = (1, 9, 65)
 # What a GPU's report may leave out: threads compute nothing there, and a layer may have one path.
-CANNOT = {"threads", "backend"}
+CANNOT = {"threads", "backend", "ranks"}
 
 
 def proved(layer, device, **settings):

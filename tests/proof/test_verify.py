@@ -13,8 +13,8 @@ from faulty_layers import ELEMENT, faulty
 from small_layers import small_dense, small_layer
 
 QUICK = (1, 2, 8, 9, 17, 65)
-# Of a GPU only; a CPU's report says why each has not run.
-GPU_ONLY = {"callers", "streams", "captured", "tiles", "levers", "stages"}
+# Of a GPU, or of several processes, only; a report says why each has not run.
+NOT_HERE = {"callers", "streams", "captured", "tiles", "levers", "stages", "ranks"}
 
 # Fault, the dimension that must name it, part of the case, width and token of the first difference.
 PLANTED = [
@@ -112,8 +112,8 @@ def test_every_width(rng, kind, numerics, format):
     report = verify(layer, repeats=3)
     report.raise_on_mismatch()
     assert report.ok
-    assert set(report.dimensions) == {"inputs", *DIMENSIONS} - GPU_ONLY
-    assert set(report.not_run) == GPU_ONLY
+    assert set(report.dimensions) == {"inputs", *DIMENSIONS} - NOT_HERE
+    assert set(report.not_run) == NOT_HERE
     assert (layer.limits, layer.backend, torch.get_num_threads()) == before
     entries = 1 if kind == "bare" else 2
     assert report.dimensions["width"].comparisons == entries * 3 * len(WIDTHS)
@@ -130,7 +130,7 @@ def test_two_hundred_repeats(rng):
 def test_dense(rng):
     report = verify(small_dense(rng))
     assert report.ok
-    assert set(report.dimensions) == {"inputs", *DIMENSIONS} - GPU_ONLY - {"order", "cards"}
+    assert set(report.dimensions) == {"inputs", *DIMENSIONS} - NOT_HERE - {"order", "cards"}
 
 
 def test_bytes_are_counted(rng):

@@ -7,6 +7,7 @@ import typer
 
 from exactmoe.cli import INTERRUPTED, options
 from exactmoe.cli.output import open_checkpoint, print_json, status
+from exactmoe.cli.over_ranks import is_first
 from exactmoe.dense import DenseMLP
 from exactmoe.layer import MoELayer
 
@@ -26,7 +27,8 @@ def command(
     ] = None,
 ) -> None:
     """Continue a prompt greedily, the experts packed in memory."""
-    settings = running.settings()
+    settings = running.settings(over_ranks=True)
+    speaks = is_first(settings)
     folder = open_checkpoint(path, running.numerics).path
     # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
@@ -36,18 +38,20 @@ def command(
         quiet()
     tokenizer = load_tokenizer(folder)
     ids = prompt_ids(tokenizer, prompt, chat)
-    with status(not running.json) as say:
+    with status(speaks and not running.json) as say:
         say(f"loading {path}")
         model = load_model(str(folder), **settings, progress=False)
-    if not running.json and not chat:
+    if speaks and not running.json and not chat:
         typer.echo(prompt, nl=False)
 
     def show(text: str) -> None:
-        if not running.json:
+        if speaks and not running.json:
             typer.echo(text, nl=False)
 
     made = generate(model, tokenizer, ids, max_new_tokens, chunk, show)
     layers = {index: layer for index, _, layer in blocks(model)}
+    if not speaks:
+        return
     if running.json:
         print_json({**_facts(made, layers), "chunk": chunk})
     else:

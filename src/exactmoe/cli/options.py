@@ -12,7 +12,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from exactmoe.config import PRESETS, Placement
-from exactmoe.errors import ConfigError
+from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.parallel.ranks import Ranks, launched
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint folder, or a hub id.")]
 NumericsClass = Annotated[
@@ -39,14 +40,23 @@ class Running(Common):
         str, typer.Option(help="auto, cuda, triton, cpu or reference. It changes speed only.")
     ] = "auto"
 
-    def settings(self) -> dict[str, Any]:
-        """Arguments of load_model; ConfigError and Unsupported for one that is not allowed."""
+    def settings(self, over_ranks: bool = False) -> dict[str, Any]:
+        """Arguments of load_model; ConfigError and Unsupported for one that is not allowed.
+
+        over_ranks: where torchrun started this process, the model goes over its ranks; a command
+            that does not know them refuses to run there.
+        """
         cards = tuple(part.strip() for part in self.cards.split(",") if part.strip())
-        return {
+        found = {
             "cards": Placement(cards=cards).cards,
             "numerics": checked_numerics(self.numerics),
             "backend": self.backend,
         }
+        if not launched():
+            return found
+        if not over_ranks:
+            raise Unsupported("torchrun started this process; allowed over ranks: generate, verify")
+        return {**found, "ranks": Ranks.auto(cards[0])}
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,6 +9,7 @@ import typer
 
 from exactmoe.cli import options
 from exactmoe.cli.output import console, open_checkpoint, print_json, status
+from exactmoe.cli.over_ranks import is_first, others_failed
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
@@ -93,6 +94,7 @@ class Proof:
         vectors: what another machine compares.
         texts: chunk -> whether the whole model's text is the same; it decides nothing.
         agreement: with another machine, where --against was given.
+        others: over ranks, what the other ranks found to differ, a line each.
     """
 
     path: str
@@ -101,12 +103,13 @@ class Proof:
     vectors: dict[str, Vector]
     texts: dict[int, bool]
     agreement: Agreement | None
+    others: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether no report failed, and no vector differs that must not."""
+        """Whether no report failed on any rank, and no vector differs that must not."""
         agreed = self.agreement is None or self.agreement.ok
-        return agreed and not any(report.failed for report in self.reports)
+        return agreed and not self.others and not any(report.failed for report in self.reports)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and the page."""
@@ -119,6 +122,7 @@ class Proof:
             "reports": parts,
             "vectors": {name: vector.to_dict() for name, vector in self.vectors.items()},
             "same_text": self.texts,
+            "other_ranks": list(self.others),
             **against,
         }
 
@@ -142,7 +146,8 @@ def command(
     other = None if against is None else Other.read(against)
     if html is not None and not pathlib.Path(html).parent.is_dir():
         raise ConfigError(f"--html is {html}; allowed: a file in a folder that is there")
-    settings = running.settings()
+    settings = running.settings(over_ranks=True)
+    speaks = is_first(settings)
     folder = open_checkpoint(path, running.numerics).path
     # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
@@ -157,7 +162,7 @@ def command(
 
     if not running.debug:
         quiet()
-    with status(not running.json) as say:
+    with status(speaks and not running.json) as say:
         say(f"loading {path}")
         tokenizer = load_tokenizer(folder)
         ids = prompt_ids(tokenizer, PROMPT if running.prompt is None else running.prompt)
@@ -182,7 +187,10 @@ def command(
         texts = same_text(model, tokenizer, ids[:, :TEXT_PROMPT], TEXT_NEW, TEXT_CHUNKS)
     machine = fingerprint(device)
     agreement = None if other is None else Agreement.of(machine, vectors, other)
-    proof = Proof(path, machine, reports, vectors, texts, agreement)
+    others = others_failed(settings, reports)
+    proof = Proof(path, machine, reports, vectors, texts, agreement, others)
+    if not speaks:
+        raise typer.Exit(0 if proof.ok else MISMATCH)
     if html is not None:
         pathlib.Path(html).write_text(proof_page(proof.to_dict()), encoding="utf-8")
     show(proof, running.json)
@@ -235,6 +243,8 @@ def show(proof: Proof, json: bool) -> None:
             typer.echo(f"{report.subject}: {difference}", err=True)
         for excess in report.excesses:
             typer.echo(f"{report.subject}: {excess}", err=True)
+    for line in proof.others:
+        typer.echo(line, err=True)
     for one in () if proof.agreement is None else proof.agreement.compared:
         if one.result == DIFFERS:
             typer.echo(str(one), err=True)
@@ -255,7 +265,7 @@ def _show_text(proof: Proof) -> None:
     )
     rows, nbytes = (sum(getattr(r, n) for r in reports) for n in ("comparisons", "nbytes"))
     seconds = sum(report.seconds for report in reports)
-    verdict = _verdict(reports)
+    verdict = "ANOTHER RANK FAILED" if proof.others else _verdict(reports)
     typer.echo(f"{verdict}: {rows:,} rows, {nbytes:,} bytes compared in {seconds:.1f} s")
     if proof.agreement is not None:
         _show_agreement(proof.agreement)

@@ -34,6 +34,7 @@ def ranks(trial: Trial) -> None:
     """
     layer = trial.entry.layer
     if not isinstance(layer, RankedLayer | RankedDense):
+        trial.cannot_run("ranks", "it is in one process; torchrun starts several (docs/ranks.md)")
         return
     alone = Entry(trial.entry.name, layer.alone())
     batches = [trial.random(tokens, _STREAM) for tokens in _WIDTHS]

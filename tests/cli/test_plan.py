@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from published_configs import glm_5_3_flash
 
 
@@ -37,6 +39,28 @@ def test_what_does_not_fit_ends_with_status_2(run, tmp_path):
     assert "DOES NOT FIT" in result.stdout
     assert "3 cards" in result.stdout
     assert "not counted: attention" in result.stdout
+
+
+@pytest.mark.parametrize("cards", ["96GiB,96GiB", "80GiB,80GiB"])
+def test_a_page_with_its_picture(run, tmp_path, cards):
+    page = tmp_path / "plan.html"
+    arguments = ("--cards", cards, "--read-rate", "4.5TB/s", "--html", page, "--json")
+    result = run("plan", bare(tmp_path), *arguments)
+    fits = cards.startswith("96")
+    assert result.exit_code == (0 if fits else 2)
+    picture = tmp_path / "plan-memory.png"
+    assert json.loads(result.stdout)["files"] == [str(page), str(picture)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text(encoding="utf-8")
+    assert text.count('src="data:image/png;base64,') == 1
+    assert "routed experts 171.23 GB (nvfp4)" in text
+    assert ("It fits." in text) is fits
+    assert ("one of these is enough" in text) is not fits
+    assert ("Floor of a decode step" in text) is fits
+    assert "Not counted: attention" in text
+    none = run("plan", bare(tmp_path), *arguments[:-3], "--html", tmp_path / "no" / "plan.html")
+    assert none.exit_code == 2
+    assert "cannot be written" in none.stderr
 
 
 def test_refusals(run, tmp_path):

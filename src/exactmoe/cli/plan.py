@@ -15,6 +15,7 @@ from exactmoe.errors import ConfigError
 from exactmoe.fitting import ARENAS, ModelPlan, Setting, plan_model
 from exactmoe.formats import BLOCK
 from exactmoe.report.plan import Floor, floors
+from exactmoe.report.plan_page import write
 from exactmoe.runtime.sizes import gb, gib, parse_all_bytes, parse_bytes, parse_rates
 
 DOES_NOT_FIT = 2
@@ -51,6 +52,9 @@ def command(
         typer.Option(metavar="RATE", help="Read rate of each card, such as 4.5TB/s, for floors."),
     ] = None,
     numerics: options.NumericsClass = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with its picture, and a PNG.")
+    ] = None,
 ) -> None:
     """Say where a model fits, from headers or a bare config.json: nothing is loaded."""
     free = parse_all_bytes("--cards", cards)
@@ -68,10 +72,14 @@ def command(
     )
     plan = plan_model(setting)
     steps = floors(plan, rates) if rates is not None and plan.partition is not None else []
+    counted = given is not None or model.other_bytes is not None
+    files = [] if html is None else write(html, plan, steps, counted)
     if asked.json:
-        print_json({**plan.to_dict(), "floors": [step.__dict__ for step in steps]})
+        print_json({**plan.to_dict(), "floors": [step.__dict__ for step in steps], "files": files})
     else:
-        _show(plan, steps, counted=given is not None or model.other_bytes is not None)
+        _show(plan, steps, counted)
+        for file in files:
+            typer.echo(file)
     if plan.partition is None:
         raise typer.Exit(DOES_NOT_FIT)
 

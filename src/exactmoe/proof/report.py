@@ -204,12 +204,14 @@ class Report:
 
 
 def table(reports: Sequence[Report], title: str | None = None) -> Table:
-    """One table of several reports: subject, dimension, rows and bytes compared, result."""
+    """One table of several reports: subject, dimension, rows and bytes compared, seconds, result;
+    the last line of a report sums it up.
+    """
     made = Table(title=title, title_justify="left")
     made.add_column("subject")
     made.add_column("dimension")
-    made.add_column("rows", justify="right")
-    made.add_column("bytes", justify="right")
+    for name in ("rows", "bytes", "seconds"):
+        made.add_column(name, justify="right")
     made.add_column("result")
     for report in reports:
         subject = report.subject
@@ -220,12 +222,15 @@ def table(reports: Sequence[Report], title: str | None = None) -> Table:
     return made
 
 
-def _table_rows(report: Report) -> Iterator[tuple[str, str, str, str]]:
-    """dimension, rows, bytes, result."""
+def _table_rows(report: Report) -> Iterator[tuple[str, str, str, str, str]]:
+    """dimension, rows, bytes, seconds, result."""
     for name, count in report.dimensions.items():
         result = f"[red]{count.mismatches} differ[/red]" if count.mismatches else "equal"
-        yield name, f"{count.comparisons:,}", f"{count.nbytes:,}", result
+        seconds = f"{report.times[name]:.1f}" if name in report.times else ""
+        yield name, f"{count.comparisons:,}", f"{count.nbytes:,}", seconds, result
     for name, bound in report.bounds.items():
-        yield name, "", "", f"error {bound}" if bound.ok else f"[red]error {bound}[/red]"
+        yield name, "", "", "", f"error {bound}" if bound.ok else f"[red]error {bound}[/red]"
     for name, reason in report.not_run.items():
-        yield name, "", "", f"not run: {reason}"
+        yield name, "", "", "", f"not run: {reason}"
+    verdict = "ok" if report.ok else "[red]FAILED[/red]" if report.failed else "not run"
+    yield "all", f"{report.comparisons:,}", f"{report.nbytes:,}", f"{report.seconds:.1f}", verdict

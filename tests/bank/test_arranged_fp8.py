@@ -268,7 +268,10 @@ def test_fixed_fp8_units_refuse_an_inexact_expert_by_name(
         with pytest.raises(Unsupported, match=said):
             bank.prepared_for(cuda_paths["cuda_a8_fp8"])
     assert_bytes(bank.state_dict(), before)
+    # Also where another layer over the bank lets each expert take its own units.
     bank.prepared_for(cuda_paths["cuda_a8"])
+    with pytest.raises(Unsupported, match=said):
+        bank.prepared_for(cuda_paths["cuda_a8_fp8"])
 
 
 def test_fixed_fp8_units_refuse_plain_fragment_order(cuda_paths, rng):

@@ -8,10 +8,11 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from exactmoe.kernels.cuda.compile import cubin
-from exactmoe.kernels.cuda.source import WIDEST_GATHER, Pack, Variant
+from exactmoe.kernels.cuda.source import UNITS, WIDEST_GATHER, Pack, Variant
 from exactmoe.plan.tiles import TILES
 
 FORMATS = ("nvfp4", "mxfp4")
@@ -20,7 +21,9 @@ _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 
 
 def variants() -> list[Variant]:
-    """What ops/cuda/experts.py makes of the tiles, in both formats and with both types of slots."""
+    """What ops/cuda/experts.py makes of the tiles in class a16, in both formats and with both types
+    of slots.
+    """
     found = []
     for format in FORMATS:
         for tile in TILES["cuda"]["gate_up"]:
@@ -32,10 +35,27 @@ def variants() -> list[Variant]:
     return found
 
 
+def a8_variants() -> list[Variant]:
+    """The same in class a8: units of gate and up, and of the down that reads their h."""
+    found = []
+    for format, units in product(FORMATS, UNITS):
+        for tile in TILES["cuda_a8"]["gate_up"]:
+            gather = units == "fp8" and tile.tokens <= WIDEST_GATHER
+            for of_down in UNITS:
+                sizes = ("gate_up", format, tile.tokens, gather)
+                found.append(Variant(*sizes, False, "a8", units, of_down))
+        for tile in TILES["cuda_a8"]["down"]:
+            found.append(Variant("down", format, tile.tokens, False, True, "a8", units, units))
+    return found
+
+
 def variant_name(variant: Variant) -> str:
-    """For a test's id: "down nvfp4 40 f32"."""
-    rows = " gather" * variant.gather + " f32" * variant.slot_f32
-    return f"{variant.op} {variant.format} {variant.tokens}{rows}"
+    """For a test's id: "down nvfp4 40 f32", "gate_up mxfp4 8 a8 fp8 to both gather"."""
+    rows = " gather" * variant.gather
+    if variant.activation == "a8":
+        to = f" to {variant.down_units}" * (variant.op == "gate_up")
+        return f"{variant.op} {variant.format} {variant.tokens} a8 {variant.units}{to}{rows}"
+    return f"{variant.op} {variant.format} {variant.tokens}{rows}" + " f32" * variant.slot_f32
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,7 @@
-"""What is launched for gate_up and down on sm_90: kernels, grids and arguments. Nothing runs: the
-kernel is a fake that keeps them, and tensors are on the CPU.
-"""
+"""What is launched for gate_up and down of class a16 on sm_90: kernels, grids and arguments."""
 
-import ctypes
-import re
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import replace
 from math import ceil, inf
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,69 +13,16 @@ from exactmoe.formats.rows import Rows
 from exactmoe.kernels.cuda.source import THREADS, Pack, Variant
 from exactmoe.ops import PACKED
 from exactmoe.ops.cuda import experts
-from exactmoe.ops.cuda.prepare import CudaWeight
 from exactmoe.plan.tiles import offered
-from exactmoe.runtime.routes import RouteTable
+from fake_launches import BLOCK, addresses, keep_launches, routes_of, weight
 
-STREAM, PROCESSORS, MANY = 77, 132, 10**9
+PROCESSORS = 132
 A16, F32 = Numerics(), Numerics(slot="f32")
-BLOCK = {"nvfp4": 16, "mxfp4": 32}
-C_TYPES = {"u64": ctypes.c_uint64, "u32": ctypes.c_uint32, "float": ctypes.c_float}
-
-
-@dataclass(frozen=True)
-class Launched:
-    """One launch; arguments by the names of the kernel's C parameters."""
-
-    what: Variant | Pack
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    early: bool
-
-
-def parameters(what: Variant | Pack) -> dict[str, type]:
-    """Names and ctypes of the kernel's parameters, from its source."""
-    source = (files("exactmoe.kernels.cuda") / f"{what.entry}.cu").read_text()
-    (text,) = re.findall(rf"^{what.entry}\((.*?)\) \{{", source, re.M | re.S)
-    found = {}
-    for parameter in text.split(","):
-        kind, name = parameter.strip().rsplit(" ", 1)
-        found[name] = ctypes.c_void_p if kind.endswith("*") else C_TYPES[kind]
-    return found
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[Launched]:
-    """What was launched, as many blocks as there could be work for."""
-    found: list[Launched] = []
-
-    def kernel(what):
-        def launch(device, stream, grid, arguments, early):
-            assert stream == STREAM
-            known = parameters(what)
-            assert [type(argument) for argument in arguments] == list(known.values())
-            values = [argument.value for argument in arguments]
-            found.append(Launched(what, grid, dict(zip(known, values, strict=True)), early))
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.delenv("EXACTMOE_TILE", raising=False)
-    monkeypatch.setattr(experts, "kernel", kernel)
-    monkeypatch.setattr(experts, "_processors", lambda device: MANY)
-    stream = SimpleNamespace(cuda_stream=STREAM)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    return found
-
-
-def weight(format="nvfp4", num_experts=4, rows=256, columns=384, divide=False) -> CudaWeight:
-    codes = torch.empty(num_experts, rows, columns // 2, dtype=torch.uint8)
-    scales = torch.empty(num_experts, rows, columns // BLOCK[format], dtype=torch.uint8)
-    return CudaWeight(format, codes, scales, torch.empty(num_experts), divide)
-
-
-def routes_of(num_slots: int, num_experts: int) -> RouteTable:
-    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
-    return RouteTable(offsets, torch.empty(num_slots, dtype=torch.int32), torch.zeros(1))
+def launched(monkeypatch):
+    return keep_launches(monkeypatch)
 
 
 def run_gate_up(pair, tokens=3, top_k=2, limit=None, packed=True):
@@ -102,16 +42,6 @@ def run_down(down, slots=6, numerics=A16, early=False):
     routes = routes_of(slots, down.num_experts)
     experts.down(Rows(h, None), down, routes, numerics, out, early)
     return h, out, routes
-
-
-def addresses(prefix: str, weight: CudaWeight) -> dict[str, int]:
-    return {
-        f"{prefix}_codes": weight.codes.data_ptr(),
-        f"{prefix}_scales": weight.scales.data_ptr(),
-        f"{prefix}_factors": weight.factors.data_ptr(),
-        f"{prefix}_code_stride": weight.codes.stride(0),
-        f"{prefix}_scale_stride": weight.scales.stride(0),
-    }
 
 
 @pytest.mark.parametrize("format", BLOCK)
@@ -202,7 +132,7 @@ def test_stacked_projections_are_read_where_they_lie(launched):
     codes = torch.empty(4, 512, 192, dtype=torch.uint8)
     scales = torch.empty(4, 512, 24, dtype=torch.uint8)
     gate, up = (
-        CudaWeight("nvfp4", codes[:, part], scales[:, part], torch.empty(4), False)
+        replace(weight(), codes=codes[:, part], scales=scales[:, part])
         for part in (slice(256), slice(256, 512))
     )
     run_gate_up((gate, up))
@@ -247,7 +177,7 @@ def test_a_block_for_each_item_up_to_one_a_processor(
         assert one.grid[0] >= int(sum(ceil(n / one.what.tokens) for n in counts.tolist())) * blocks
     assert one.grid[0] <= slots * blocks
     assert one.grid[1:] == (1, THREADS)
-    monkeypatch.setattr(experts, "_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(experts, "processors", lambda device: PROCESSORS)
     assert run().grid[0] == min(PROCESSORS, one.grid[0])
 
 

@@ -5,39 +5,47 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from exactmoe import ops
 from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.ops import cuda_path
-from exactmoe.ops.cuda_path import CudaPath
+from exactmoe.ops.cuda_path import CudaA8Bf16Path, CudaA8Fp8Path, CudaA8Path, CudaPath
 from exactmoe.ops.triton_path import TritonPath
 from exactmoe.runtime.routes import RouteTable
 
 H = torch.empty(8, 128, dtype=torch.bfloat16)
 ROWS, WEIGHT = Rows(H, None), object()
+A8_PATHS = (CudaA8Path, CudaA8Bf16Path, CudaA8Fp8Path)
 
 
 class Calls:
-    """A CudaPath whose kernels are not launched; `stream` is the current one."""
+    """A path whose kernels are not launched; `stream` is the current one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.stream, self.early, self.gate_ups = CudaPath(), 1, [], []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[CudaPath]) -> None:
+        self.path, self.stream, self.early, self.gate_ups = kind(), 1, [], []
         monkeypatch.setattr(
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream)
         )
         monkeypatch.setattr(TritonPath, "route_table", staticmethod(lambda *arguments: None))
+        suffix = "_a8" if kind in A8_PATHS else ""
         monkeypatch.setattr(
-            cuda_path.experts, "gate_up", lambda *arguments: self.gate_ups.append(arguments)
+            cuda_path.experts,
+            f"gate_up{suffix}",
+            lambda *arguments: self.gate_ups.append(arguments),
         )
         monkeypatch.setattr(
-            cuda_path.experts, "down", lambda *arguments: self.early.append(arguments[-1])
+            cuda_path.experts, f"down{suffix}", lambda *arguments: self.early.append(arguments[-1])
         )
 
     def route(self, routes: RouteTable) -> None:
         self.path.route_table(torch.empty(1, 1, dtype=torch.int32), 4, routes)
 
     def gate_up(self, routes: RouteTable) -> None:
-        self.path.gate_up(ROWS, (WEIGHT, WEIGHT), routes, None, None, H)
+        if isinstance(self.path, CudaA8Path):
+            self.path.gate_up_quantized(ROWS, (WEIGHT,) * 3, routes, H, None, ROWS)
+        else:
+            self.path.gate_up(ROWS, (WEIGHT, WEIGHT), routes, None, None, H)
 
     def down(self, routes: RouteTable) -> bool:
         """Whether it may start early."""
@@ -45,9 +53,9 @@ class Calls:
         return self.early[-1]
 
 
-@pytest.fixture
-def calls(monkeypatch) -> Calls:
-    return Calls(monkeypatch)
+@pytest.fixture(params=[CudaPath, *A8_PATHS], ids=lambda kind: kind.name)
+def calls(request, monkeypatch) -> Calls:
+    return Calls(monkeypatch, request.param)
 
 
 def table() -> RouteTable:
@@ -97,13 +105,22 @@ def test_streams_are_told_apart(calls):
     assert calls.down(routes)
 
 
-def test_only_class_a16(calls):
+def test_each_class_has_a_path_of_its_name():
+    """Prepared weights are kept by this name: the paths want other bytes of one bank."""
+    for name in ("cuda", "cuda_a8", "cuda_a8_bf16", "cuda_a8_fp8"):
+        assert ops.path(name).name == name
+    layouts = [ops.path(name).storage.layout for name in ("cuda_a8", "cuda_a8_bf16", "cuda_a8_fp8")]
+    assert layouts == ["fragment_fp8", "fragment", "fragment_fp8"]
+
+
+def test_only_class_a16(monkeypatch):
+    calls = Calls(monkeypatch, CudaPath)
     routes, scaled = table(), Rows(H, torch.ones(8, 1))
-    with pytest.raises(Unsupported, match="class a16; allowed for a8: backend triton"):
+    with pytest.raises(Unsupported, match="class a16; allowed for a8: a path of a8"):
         calls.path.gate_up(scaled, (WEIGHT, WEIGHT), routes, None, None, H)
-    with pytest.raises(Unsupported, match="class a16; allowed for a8: backend triton"):
+    with pytest.raises(Unsupported, match="class a16; allowed for a8: a path of a8"):
         calls.path.gate_up(ROWS, (WEIGHT, WEIGHT), routes, torch.ones(8, 1), None, H)
-    with pytest.raises(Unsupported, match="class a16; allowed for a8: backend triton"):
+    with pytest.raises(Unsupported, match="class a16; allowed for a8: a path of a8"):
         calls.path.down(scaled, WEIGHT, routes, Numerics(), H)
     assert calls.gate_ups == calls.early == []
     assert not calls.down(routes)

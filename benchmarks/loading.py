@@ -2,6 +2,7 @@
 
     python benchmarks/loading.py --folder /tmp/loading --gib 8        # makes the checkpoints too
     python benchmarks/loading.py --folder /tmp/loading --gib 8 --warm # with the page cache as it is
+    python benchmarks/loading.py --folder /tmp/loading --gib 4 --model
     python benchmarks/loading.py --folder /tmp/loading --gib 4 --warm --card cuda:0
 
 Each measurement is a process of its own. Seconds are the least of interleaved rounds; peak RSS is
@@ -30,6 +31,12 @@ MODES = {
     "load, 2 cards": "two",
     "card 0 of 2 alone": "card0",
     "card 1 of 2 alone": "card1",
+}
+MODEL_MODES = {
+    "plain reads": "plain",
+    "plain reads, kept": "kept",
+    "load_model, 1 card": "model",
+    "load_model, 2 cards": "models",
 }
 GPU_MODES = {
     "plain reads": "plain",
@@ -68,8 +75,11 @@ def measured(folder: Path, mode: str, card: str, cold: bool) -> dict[str, Any]:
 
     if card != "cpu":
         wake(card)
+    if mode.startswith("model"):
+        import_model()
     checkpoint = Checkpoint(folder)
-    consumed = [entry.info for entry in audit(checkpoint).consumed]
+    report = audit(checkpoint)
+    consumed = [entry.info for entry in (*report.consumed, *report.ignored)]
     pieces = list(cut(consumed))
     if cold:
         drop(folder)
@@ -77,6 +87,8 @@ def measured(folder: Path, mode: str, card: str, cold: bool) -> dict[str, Any]:
     base, before, start = status("VmRSS"), io(), time.perf_counter()
     if mode in ("plain", "kept"):
         kept: Any = plain(folder, pieces, default_threads(), keep=mode == "kept")
+    elif mode.startswith("model"):
+        kept = [import_model()(folder, cards=("cpu",) * (1 + mode.endswith("s")), progress=False)]
     elif mode == "copy":
         kept = copies(card, sum(piece[2] for piece in pieces))
     elif card != "cpu":
@@ -103,6 +115,13 @@ def measured(folder: Path, mode: str, card: str, cold: bool) -> dict[str, Any]:
         "threads": default_threads(),
         "card_peak": card_peak(card),
     }
+
+
+def import_model() -> Any:
+    """load_model; transformers and what it imports is no part of a load."""
+    from exactmoe.hf import load_model
+
+    return load_model
 
 
 def wake(card: str) -> None:
@@ -215,6 +234,8 @@ def resident(weights: Any) -> int:
         shared = 0 if weights.shared is None else weights.shared.nbytes
         router = sum(buffer.nbytes for buffer in weights.router.buffers())
         return int(weights.bank.nbytes) + router + shared
+    if hasattr(weights, "parameters"):
+        return sum(t.nbytes for t in (*weights.parameters(), *weights.buffers()))
     return int(weights.nbytes)
 
 
@@ -265,6 +286,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--card", default="cpu", help="a GPU: load to it")
+    parser.add_argument("--model", action="store_true", help="load_model of a whole model")
     parser.add_argument("--warm", action="store_true", help="leave the page cache as it is")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -274,16 +296,26 @@ def main() -> None:
     sys.path.insert(0, str(HELPERS))
     from synthetic_checkpoints import Synthetic, sized, write_synthetic
 
+    def make(folder: Path, dialect: str) -> None:
+        start = time.perf_counter()
+        if dialect == "model":
+            from synthetic_models import write_model
+
+            write_model(folder, sized(Synthetic(), given.gib))
+        else:
+            write_synthetic(folder, sized(Synthetic(dialect=dialect), given.gib))
+        print(f"{folder} made in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+
     cache = "as it is" if given.warm else "files dropped before each run"
     print(f"{os.cpu_count()} CPU cores ({processor()}), Python {platform.python_version()}, "
           f"{given.rounds} rounds, page cache: {cache}")  # fmt: skip
-    for title, dialect in DIALECTS.items():
+    kinds = {"a whole model": "model"} if given.model else DIALECTS
+    for title, dialect in kinds.items():
         folder = given.folder / dialect
         if not (folder / "config.json").exists():
-            start = time.perf_counter()
-            write_synthetic(folder, sized(Synthetic(dialect=dialect), given.gib))
-            print(f"{folder} made in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+            make(folder, dialect)
         modes = MODES if given.card == "cpu" else GPU_MODES
+        modes = MODEL_MODES if given.model else modes
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in modes}
         for _ in range(given.rounds):
             for name, mode in modes.items():

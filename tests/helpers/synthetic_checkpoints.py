@@ -6,7 +6,7 @@ Bytes come from one pool of random ones, so an 8 GiB checkpoint takes the time o
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,18 @@ def sized(synthetic: Synthetic, gib: float) -> Synthetic:
     return replace(wide, num_layers=layers, shards=max(2, round(gib)))
 
 
-def write_synthetic(path: Path, synthetic: Synthetic) -> Path:
-    """Writes the folder; one shard's tensors at a time, each from a pool of random bytes."""
+def write_synthetic(
+    path: Path,
+    synthetic: Synthetic,
+    others: Iterable[tuple[Entry, str]] = (),
+    config: dict[str, Any] | None = None,
+) -> Path:
+    """Writes the folder; one shard's tensors at a time, each from a pool of random bytes.
+
+    others: tensors beside the MLP blocks, with the kind of their bytes; config: with its geometry.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    items = list(_items(synthetic))
+    items = [*_items(synthetic), *others]
     weight_map: dict[str, str] = {}
     per_shard = -(-len(items) // synthetic.shards)
     pool = _Pool(synthetic)
@@ -113,7 +121,7 @@ def write_synthetic(path: Path, synthetic: Synthetic) -> Path:
                     begin += chunk.numel()
                 weight_map[entry.name] = file
     write_json(path / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
-    (path / "config.json").write_text(json.dumps(synthetic.config()))
+    (path / "config.json").write_text(json.dumps(config or synthetic.config()))
     return path
 
 

@@ -2,10 +2,11 @@
 
 Importing this package registers the name, so that
 `AutoModelForCausalLM.from_pretrained(path, experts_implementation="exactmoe")` works on a bfloat16
-model, and so does `quantization_config=ExactMoEConfig("nvfp4")`, which packs its experts at load.
+model, and so does `quantization_config=ExactMoEConfig("nvfp4")`, which packs its experts at load,
+and `DistributedConfig(..., ep_implementation="exactmoe")`, which cuts experts over ranks.
 """
 
-from exactmoe.hf.experts import register
+from exactmoe.hf import expert_parallel, experts
 from exactmoe.hf.explanation import explain
 from exactmoe.hf.linears import linears
 from exactmoe.hf.load import load_model
@@ -13,7 +14,8 @@ from exactmoe.hf.on_the_fly import ExactMoEConfig
 from exactmoe.hf.whole_block import blocks, to_canonical
 from exactmoe.hf.writing import save_model
 
-register()
+experts.register()
+expert_parallel.register()
 
 __all__ = [
     "ExactMoEConfig",

@@ -8,6 +8,8 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,15 @@ def register_experts_function(name: str, function: Callable[..., Any]) -> None:
     """
     ExpertsInterface.register(name, function)
     FP8ExpertsInterface.register(name, function)
+
+
+def register_expert_parallel(name: str, implementation: type) -> None:
+    """Make `DistributedConfig(ep_implementation=name)` call `implementation(experts, ep_mesh,
+    tp_mesh)` for each experts module. (5.17 has no such registry.)
+    """
+    if find_spec("transformers.distributed.expert_parallel") is not None:
+        found = import_module("transformers.distributed.expert_parallel")
+        found.EPImplementationInterface.register(name, implementation)
 
 
 def is_silu(activation: object) -> bool:
@@ -352,6 +363,7 @@ __all__ = [
     "progress_bars",
     "publish_quantization_config",
     "read_config",
+    "register_expert_parallel",
     "register_experts_function",
     "register_quantization_config",
     "register_quantizer",

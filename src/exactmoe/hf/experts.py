@@ -100,15 +100,27 @@ def experts_forward(
 def _run(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    storage.refuse_gradients(experts, hidden_states, top_k_weights)
+    layer = layer_of(experts, top_k_index.shape[1])
+    num_experts = layer.config.num_experts
+    routed = checked_call(experts, hidden_states, top_k_index, top_k_weights, num_experts)
+    return layer.experts(hidden_states, *routed)
+
+
+def checked_call(
+    experts: nn.Module, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """Ids and float32 weights of a call, as a layer takes them: ids >= num_experts are absent.
+
+    Raises:
+        Unsupported: weights of another dtype, or a call that needs gradients.
+    """
+    storage.refuse_gradients(experts, rows, top_k_weights)
     if top_k_weights.dtype not in _WEIGHT_DTYPES:
         raise Unsupported(
             f"top_k_weights are {top_k_weights.dtype}; allowed: float32, bfloat16, float16"
         )
-    layer = layer_of(experts, top_k_index.shape[1])
     # Absent ids are -1 here; an id >= num_experts would set the layer's fault word.
-    ids = top_k_index.masked_fill(top_k_index >= layer.config.num_experts, -1)
-    return layer.experts(hidden_states, ids, top_k_weights.float())
+    return top_k_index.masked_fill(top_k_index >= num_experts, -1), top_k_weights.float()
 
 
 def layer_of(experts: nn.Module, top_k: int) -> MoELayer:
@@ -185,6 +197,7 @@ def register() -> None:
 __all__ = [
     "NAME",
     "NUMERICS",
+    "checked_call",
     "experts_forward",
     "layer_of",
     "modules",

@@ -62,7 +62,7 @@ def test_dense(device, format, hidden, inner):
         pytest.skip("a CPU takes minutes")
     report = proved(dense(generator(device), format, hidden, inner), device)
     if device == "cuda":
-        assert set(report.not_run) <= CANNOT
+        assert set(report.not_run) <= CANNOT | {"cards"}  # a dense MLP runs on one
         assert any("dense down dot" in bound for bound in report.bounds)
 
 

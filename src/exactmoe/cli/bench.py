@@ -29,7 +29,7 @@ class What(options.Common):
 
     shape: Annotated[
         str | None,
-        typer.Option(metavar="SHAPE", help="glm, deepseek, small, or H,I,E,K."),
+        typer.Option(metavar="NAME", help="glm, deepseek, small, or H,I,E,K."),
     ] = None
     format: Annotated[
         str | None, typer.Option(metavar="nvfp4|mxfp4", help="By default the shape's.")

@@ -59,7 +59,7 @@ def test_a_client_that_asked_for_a_whole_answer_and_leaves(served):
 
 def test_time_limit(served):
     with served(timeout=1.0) as server:
-        stream = server.long_stream()
+        stream = server.complete(max_tokens=900, stream=True)
         # It waits behind the stream for its whole second, or runs into its end.
         with pytest.raises(openai.APIStatusError, match="1 seconds, the limit") as caught:
             server.complete(max_tokens=900)

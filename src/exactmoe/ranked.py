@@ -258,7 +258,7 @@ class RankedLayer(MoELayer):
             self.route_ring.record(routed[0])
         answer = self._exchanged(space, x, routed)
         if num_tokens:
-            space.path.combine(*answer, dense, y)
+            answer.into(space.path, dense, y)
 
     def _exchanged(self, space: Space, x: Tensor, routed: tuple[Tensor, Tensor]) -> Answer:
         path = space.path

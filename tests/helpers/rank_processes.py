@@ -87,15 +87,17 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
             pipe.send((None, traceback.format_exc()))
 
 
-def on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+def on_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, backend: str = "gloo"
+) -> list[Any]:
     """function(rank, *arguments) in each of `size` new processes -> what each returned, or None
-    where it died.
+    where it died. backend "nccl": each has the GPU with its number.
     """
     context, port = mp.get_context("spawn"), free_port()
     processes, pipes = [], []
     for rank in range(size):
         here, there = context.Pipe()
-        call = (there, (rank, size, port, SECONDS), function, arguments)
+        call = (there, (rank, size, port, SECONDS, backend), function, arguments)
         processes.append(context.Process(target=_once, args=call, daemon=True))
         processes[-1].start()
         there.close()
@@ -117,16 +119,18 @@ def _received(pipe: Connection) -> Any:
 
 
 def _once(
-    pipe: Connection, place: tuple[int, int, int, float], function: Any, arguments: Any
+    pipe: Connection, place: tuple[int, int, int, float, str], function: Any, arguments: Any
 ) -> None:
     _join(*place)
     pipe.send(function(place[0], *arguments))
 
 
-def _join(rank: int, size: int, port: int, seconds: float) -> None:
+def _join(rank: int, size: int, port: int, seconds: float, backend: str = "gloo") -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=size,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from exactmoe.cli import INTERRUPTED, options
-from exactmoe.cli.output import open_checkpoint, print_json, status
+from exactmoe.cli.output import open_checkpoint, print_json
 from exactmoe.cli.over_ranks import is_first
 from exactmoe.dense import DenseMLP
 from exactmoe.layer import MoELayer
@@ -38,9 +38,7 @@ def command(
         quiet()
     tokenizer = load_tokenizer(folder)
     ids = prompt_ids(tokenizer, prompt, chat)
-    with status(speaks and not running.json) as say:
-        say(f"loading {path}")
-        model = load_model(str(folder), **settings, progress=False)
+    model = load_model(str(folder), **settings, progress=speaks and not running.json)
     if speaks and not running.json and not chat:
         typer.echo(prompt, nl=False)
 

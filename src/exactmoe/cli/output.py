@@ -3,16 +3,16 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from exactmoe.checkpoint import Checkpoint
 from exactmoe.errors import CheckpointError
+from exactmoe.runtime.progress import byte_bar
 
 
 def folder_of(path: str) -> Path:
@@ -57,11 +57,6 @@ def status(show: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: line.update(text.replace("[", "\\["))
 
 
-@contextmanager
-def reading(show: bool, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes read on stderr."""
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn())
-    stderr = Console(stderr=True, quiet=not show)
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task("reading", total=nbytes)
-        yield lambda read: bar.advance(task, read)
+def reading(show: bool, nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    """A bar of bytes read on stderr, with rate and remaining time."""
+    return byte_bar(show, nbytes, "reading")

@@ -35,8 +35,6 @@ REASONS = {
     "expected BF16 or F32": "a router is BF16 or F32",
     "not run: its rows of gate and up are interleaved": "interleaved rows and biases, not run",
     "FP8 experts run in class a16 only": "FP8 experts run in class `a16` only",
-    "allowed in a whole model: routed experts in FP4, BF16": "`load_model` takes routed experts in "
-    "FP4 and BF16",
 }
 NO_MTP = "transformers builds no MTP layer, `load_model` leaves it out"
 EXPERTS, TOP_K, TOKENS, VOCABULARY = 4, 2, 5, 32
@@ -47,7 +45,9 @@ Layer = MoELayer | DenseMLP
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a cell gets: "yes", "load_layer", "load_layer in a16", "no"; and why not further."""
+    """How far a cell gets: "yes", "in a16", "load_layer", "load_layer in a16", "no"; and why not
+    further.
+    """
 
     word: str
     reason: str = ""
@@ -167,7 +167,11 @@ def outcome(dialect: str, part: str, family: str, folder: Path) -> Outcome | Non
         model = load_model(folder, progress=False)
     except (CheckpointError, Unsupported) as error:
         assert part != "MTP layer", f"a model leaves MTP layers out, but: {error}"
-        return refusal or Outcome("load_layer", _reason(error, block))
+        if refusal is None or refusal.word != "load_layer in a16":
+            return refusal or Outcome("load_layer", _reason(error, block))
+        layer = load_layer(folder, index, numerics="a16")
+        model = load_model(folder, numerics="a16", progress=False)
+        refusal = Outcome("in a16", refusal.reason)
     modules = {number: module for number, module, _ in blocks(model)}
     if part == "MTP layer":
         assert sorted(modules) == [0, 1]
@@ -175,7 +179,7 @@ def outcome(dialect: str, part: str, family: str, folder: Path) -> Outcome | Non
     assert layer is not None, f"load_model took {block} in {dialect}, which load_layer refuses"
     x = _x(layer)
     assert same_bytes(modules[index](x[None])[0], layer(x)), f"{dialect}, {part}, {family}"
-    return Outcome("yes")
+    return refusal or Outcome("yes")
 
 
 def _layer(

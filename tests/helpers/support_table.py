@@ -43,7 +43,11 @@ ROWS = {
     "gpt-oss MXFP4": ("gpt-oss MXFP4",),
 }
 NOTES = tuple(dict.fromkeys((NO_MTP, *REASONS.values())))
-_WORDS = {"load_layer": "`load_layer`", "load_layer in a16": "`load_layer` in `a16`"}
+_WORDS = {
+    "in a16": "in `a16`",
+    "load_layer": "`load_layer`",
+    "load_layer in a16": "`load_layer` in `a16`",
+}
 
 
 def row(label: str) -> str:

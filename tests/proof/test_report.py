@@ -119,3 +119,15 @@ def test_what_cannot_run_is_shown():
     with console.capture() as shown:
         console.print(table([report]))
     assert "not run: no CUDA graphs" in shown.get()
+
+
+def test_the_table_has_seconds_and_a_sum():
+    report = Report("it", seconds=2.5, times={"width": 1.5})
+    values = torch.zeros(3, 8)
+    report.compare("width", "case", values, values)
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table([report]))
+    lines = [line.replace("│", " ").split() for line in shown.get().splitlines()]
+    assert ["it", "width", "3", "96", "1.5", "equal"] in lines
+    assert ["all", "3", "96", "2.5", "ok"] in lines

@@ -37,6 +37,7 @@ def fingerprint(device: torch.device | None = None) -> dict[str, Any]:
         "contract": CONTRACT_VERSION,
         "exactmoe": package_version(),
         "torch": torch.__version__,
+        "transformers": package_version("transformers"),
         "numba": package_version("numba"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

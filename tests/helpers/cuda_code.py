@@ -64,6 +64,7 @@ class Code:
 
     Attributes:
         main: of the kernel.
+        addresses: of those.
         division: of the routine that a division calls where its operands or result are near the
             ends of float32; nothing if there is no call.
         calls: how many calls, all to that routine.
@@ -73,6 +74,7 @@ class Code:
     """
 
     main: tuple[str, ...]
+    addresses: tuple[int, ...]
     division: tuple[str, ...]
     calls: int
     registers: int
@@ -83,6 +85,20 @@ class Code:
     def counts(self) -> Counter[str]:
         """Of the kernel's instructions, by name."""
         return Counter(name(text) for text in self.main)
+
+    def loop(self, first: int, last: int) -> range:
+        """Places of the innermost loop around two instructions, given by their places.
+
+        Raises:
+            AssertionError: there is none.
+        """
+        bodies = []
+        for place in range(last, len(self.main)):
+            jump = re.fullmatch(r"BRA (?:!?U?P\d+, )?0x([0-9a-f]+)", self.main[place])
+            if jump is not None and int(jump[1], 16) <= self.addresses[first]:
+                bodies.append(range(self.addresses.index(int(jump[1], 16)), place + 1))
+        assert bodies, f"no loop around {self.main[first]}"
+        return min(bodies, key=len)
 
 
 def name(text: str) -> str:
@@ -103,6 +119,7 @@ def code(variant: Variant | Pack) -> Code:
     end = targets[0] if targets else lines[-1][0] + 1
     return Code(
         main=tuple(text for address, text in lines if address < end),
+        addresses=tuple(address for address, _ in lines if address < end),
         division=tuple(text for address, text in lines if address >= end),
         calls=len(targets),
         registers=_number("REG", usage),

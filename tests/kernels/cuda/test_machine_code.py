@@ -9,7 +9,8 @@ import pytest
 
 from cuda_code import Code, code, name, variant_name, variants
 from exactmoe.kernels.cuda import compile as compiler
-from exactmoe.kernels.cuda.source import THREADS, Pack, Variant, _widths
+from exactmoe.kernels.cuda.source import THREADS, Pack, Variant
+from exactmoe.kernels.cuda.wgmma import widths
 
 pytest.importorskip("triton", reason="its cuobjdump reads machine code")
 pytestmark = pytest.mark.skipif(
@@ -64,7 +65,7 @@ def test_one_matrix_instruction_and_one_chain(variant):
     found = [text for text in machine.main if "MMA" in name(text)]
     matches = [MATRIX.fullmatch(text) for text in found]
     assert all(matches), [t for t, m in zip(found, matches, strict=True) if m is None]
-    assert Counter(int(m[1]) for m in matches if m) == dict.fromkeys(_widths(variant.tokens), 8)
+    assert Counter(int(m[1]) for m in matches if m) == dict.fromkeys(widths(variant.tokens), 8)
     assert machine.counts["HMUL2.BF16_V2"] == 4 * len(found)  # the scales, a pair of codes each
 
 
@@ -95,7 +96,7 @@ def test_weights_come_in_bulk_and_are_read_16_bytes_at_a_time(variant):
     begin = [place for place, text in enumerate(machine.main) if PROLOGUE.match(text)][-1]
     counts = Counter(name(text) for text in machine.main[begin:])
     # Narrow tiles read a stage before its turn, so once more ahead of the loop.
-    stages = sum(2 if width < 64 else 1 for width in _widths(variant.tokens))
+    stages = sum(2 if width < 64 else 1 for width in widths(variant.tokens))
     panels = 1 if variant.op == "gate_up" else 2
     staged = 0 if variant.tokens < 24 or variant.slot_f32 else -(-variant.tokens // 32) * panels
     assert counts["LDS.128"] == 2 * stages + staged

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from exactmoe.layer import MoELayer
     from exactmoe.linear import DenseLinear
     from exactmoe.load import load_layer
+    from exactmoe.parallel.rank_wire import RankPlacement, RankWire
+    from exactmoe.parallel.ranks import Ranks
     from exactmoe.proof.verify import verify
+    from exactmoe.ranked import RankedLayer
+    from exactmoe.ranked_dense import RankedDense
     from exactmoe.report.profile import profile
 
 __all__ = [
@@ -32,6 +36,11 @@ __all__ = [
     "PackedWeight",
     "Partition",
     "Placement",
+    "RankPlacement",
+    "RankWire",
+    "RankedDense",
+    "RankedLayer",
+    "Ranks",
     "Router",
     "RouterConfig",
     "load_layer",
@@ -50,7 +59,11 @@ _HOMES = {
     "layer": ("MoELayer",),
     "linear": ("DenseLinear",),
     "load": ("load_layer",),
+    "parallel.rank_wire": ("RankPlacement", "RankWire"),
+    "parallel.ranks": ("Ranks",),
     "proof": ("verify",),
+    "ranked": ("RankedLayer",),
+    "ranked_dense": ("RankedDense",),
     "report.profile": ("profile",),
 }
 

@@ -177,6 +177,11 @@ class RankedLayer(MoELayer):
         if torch.compiler.is_compiling():
             yield
             return
+        if self.device != self.wire.ranks.device:
+            raise Unsupported(
+                f"the layer was moved to {self.device}; allowed: {self.wire.ranks.device}, the "
+                "device of this rank"
+            )
         if self.wire.own_tokens:
             most = self.max_rows if width is None else checked_max_rows(width)
             if x.shape[0] > most:

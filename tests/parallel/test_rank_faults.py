@@ -182,6 +182,7 @@ def refused(ranks: Ranks) -> list[str]:
         lambda: RankedLayer(plain.config, plain.bank),
         lambda: RankBank(plain.bank, layer.wire),
         lambda: pickle.dumps(layer),
+        lambda: moved(layer)(x),
     ):
         try:
             call()
@@ -190,6 +191,12 @@ def refused(ranks: Ranks) -> list[str]:
     twin = copy.deepcopy(layer)
     assert_same_bits(twin(x), layer(x))
     return said
+
+
+def moved(layer: RankedLayer) -> RankedLayer:
+    twin = copy.deepcopy(layer)
+    twin.bank.own.to("meta")
+    return twin
 
 
 def test_refusals(pool):
@@ -205,6 +212,7 @@ def test_refusals(pool):
                 "wire is None; allowed: a RankWire",
                 "the bank holds 8 experts; the partition gives rank",
                 "a layer over ranks was pickled",
+                "the layer was moved to meta; allowed: cpu",
             ),
             strict=True,
         ):

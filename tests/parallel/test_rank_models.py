@@ -133,6 +133,8 @@ def disagreeing(ranks: Ranks, what: str) -> str:
         name = "gone"
     elif what == "partition":
         ranks = RankPlacement(ranks, Partition((0, 1) * 12) if second else None)
+    elif what == "reserve":
+        settings["kv_reserve"] = "1GiB"
     elif what == "cards":
         settings["cards"] = ("cpu", "cpu")
     return refusal(lambda: load_model(str(DEMO / name), progress=False, ranks=ranks, **settings))
@@ -146,7 +148,8 @@ def disagreeing(ranks: Ranks, what: str) -> str:
         ("cut_dense", "disagree about cut_dense: rank 0: False; rank 1: True"),
         ("partition", "disagree about the partition: rank 0: (0, 0, "),
         ("missing", "RankLost: another rank has failed: rank 1: CheckpointError: "),
-        ("cards", "Unsupported: ranks were asked for with cards ('cpu', 'cpu')"),
+        ("cards", "Unsupported: ranks were asked for with Placement(cards=('cpu', 'cpu')"),
+        ("reserve", "Unsupported: kv_reserve is '1GiB'; allowed over ranks: 0"),
     ],
 )
 def test_ranks_that_ask_for_other_models(pool, what, named):

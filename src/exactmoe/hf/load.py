@@ -99,6 +99,11 @@ def load_model(
     if ranks is None:
         return _load(path, settings, devices_of(placement), None)
     over = rank_blocks.placement_of(ranks, placement)
+    if kv_reserve != 0:
+        raise Unsupported(
+            f"kv_reserve is {kv_reserve!r}; allowed over ranks: 0 (experts are cut evenly, or as "
+            "RankPlacement says)"
+        )
     with over.ranks.together():
         settings = replace(settings, progress=progress and over.ranks.rank == 0)
         return _load(path, settings, [over.ranks.device], over)

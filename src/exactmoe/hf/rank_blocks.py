@@ -39,12 +39,12 @@ def placement_of(ranks: str | Ranks | RankPlacement, cards: Placement) -> RankPl
 
     Raises:
         ConfigError: another text, or no group (Ranks).
-        Unsupported: several cards in a rank.
+        Unsupported: several cards in a rank, or what a RankPlacement says.
     """
-    if len(cards.cards) != 1 or cards.partition is not None:
+    if len(cards.cards) != 1 or cards != Placement(cards.cards):
         raise Unsupported(
-            f"ranks were asked for with cards {cards.cards}, partition {cards.partition}; allowed: "
-            "one card a rank, and RankPlacement(ranks, partition) for another partition than even"
+            f"ranks were asked for with {cards}; allowed: one card a rank; RankPlacement says "
+            "partition and returns"
         )
     if ranks == "auto":
         ranks = Ranks.auto(cards.cards[0])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exactmoe.errors import ConfigError, RankLost, Unsupported
-from exactmoe.runtime.devices import resolve
+from exactmoe.runtime.devices import current, resolve
 
 TIMEOUT = timedelta(minutes=10)
 # After a failure: how long the ranks that live have to say so.
@@ -175,7 +175,8 @@ class Ranks:
         if self._broken is not None:
             raise RankLost(f"{what}: {self._broken}; allowed: to start all ranks again")
         try:
-            call()
+            with current(self.device):  # where objects travel through NCCL
+                call()
         except RuntimeError as error:
             self._broken = f"the ranks lost each other at an earlier {what}"
             raise RankLost(

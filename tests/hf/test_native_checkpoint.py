@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from packaging.version import Version
 
 from exactmoe import DenseLinear
 from exactmoe.errors import CheckpointError, Unsupported
@@ -341,3 +342,15 @@ def test_saving_a_changed_weight_is_refused(model, tmp_path):
         module(torch.ones(1, module.in_features).bfloat16())
     with pytest.raises(CheckpointError, match=f"{re.escape(name)} became torch.bfloat16"):
         changed.save_pretrained(tmp_path)
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason="an older torch is refused under compile"
+)
+def test_a_linear_module_compiles_to_one_operation(model, rng):
+    torch._dynamo.reset()
+    for name, module, layer, x in list(bits_of_every_linear(model, rng))[:4]:
+        shaped = x.view(5, layer.groups, -1) if layer.groups > 1 else x
+        compiled = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
+        assert_same_bits(compiled(shaped), module(shaped), name)
+    torch._dynamo.reset()

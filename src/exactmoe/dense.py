@@ -10,7 +10,7 @@ from exactmoe.config import Limits, Numerics, checked_swiglu_limit
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Storage, compiled
-from exactmoe.plan import Explanation, Plan, TileChoice, choose, dense_tiles_of, explain, first_line
+from exactmoe.plan import Explanation, Plan, TileChoice, choose, explain, first_line, mlp_tiles_of
 from exactmoe.runtime.door import OUTPUT_DTYPES, check_x, output
 from exactmoe.runtime.workspace import Region
 
@@ -65,7 +65,7 @@ class DenseMLP(Block):
         return self.bank.intermediate_size
 
     def plan(self) -> Plan:
-        return choose(self.numerics, self.device, self.backend)
+        return choose(self.numerics, self.device, self.backend, dense=self.bank.shapes)
 
     def regions(self, rows: int, storage: Storage) -> list[Region]:
         return dense_regions(self.hidden_size, self.intermediate_size, rows, storage)
@@ -78,8 +78,7 @@ class DenseMLP(Block):
 
     def tiles(self, plan: Plan, num_tokens: int) -> tuple[TileChoice, ...]:
         """The tiles that run a piece of `num_tokens` on a path."""
-        gate, _, down = self.bank.shapes
-        return dense_tiles_of(plan, {"gate_up": gate, "down": down}, num_tokens)
+        return mlp_tiles_of(plan, self.bank.shapes, num_tokens)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x bfloat16 [T, H] -> y [T, H]. x is not written; y shares memory with nothing."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from exactmoe.formats import PackedWeight
 from exactmoe.ops import CANONICAL, Path, Storage
 from exactmoe.parallel.ranks import Ranks
 from exactmoe.parallel.row_cut import RowCut
-from exactmoe.plan import Explanation, WeightShape
+from exactmoe.plan import (
+    Explanation,
+    Plan,
+    TileChoice,
+    WeightShape,
+    choose,
+    dense_tiles_of,
+    mlp_tiles_of,
+)
 from exactmoe.runtime.workspace import Region
 
 _NAMES = ("gate", "up", "down")
@@ -175,6 +184,18 @@ class RankedDense(DenseMLP):
             Region("dense_out_mine", (rows * outer.most,), f32),
             Region("dense_out_all", (size * rows * outer.most,), f32),
         ]
+
+    def plan(self) -> Plan:
+        """As DenseMLP.plan and the same on every rank: rows that divide each rank's."""
+        rows = gcd(*self.inner.bounds)
+        pair = tuple(shape._replace(rows=rows) for shape in self.bank.shapes[:2])
+        return choose(self.numerics, self.device, self.backend, dense=pair)
+
+    def tiles(self, plan: Plan, num_tokens: int) -> tuple[TileChoice, ...]:
+        """As DenseMLP.tiles, of this rank's rows; down is a linear layer."""
+        *pair, down = self.bank.shapes
+        linear = dense_tiles_of(plan, {"linear": down}, num_tokens)
+        return mlp_tiles_of(plan, pair, num_tokens) + linear
 
     def explain(self, width: int = 8) -> Explanation:
         """As DenseMLP.explain, of this rank's rows."""

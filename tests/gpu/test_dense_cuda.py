@@ -62,14 +62,15 @@ def poisoned(like: Tensor, tokens: int) -> Tensor:
     return torch.full((tokens + 1, like.shape[1]), float("nan"), device="cuda", dtype=like.dtype)
 
 
-def launch(op: str, tile: DenseTile, given: Reference, tokens: int) -> Tensor:
-    """What a tile makes of the first tokens; down reads the reference's h."""
+def launch(op: str, tile: DenseTile, given: Reference, tokens: int, span: int) -> Tensor:
+    """What a tile makes of the first tokens, `span` a block; down reads the reference's h."""
     gate, up, down = (weight.weight.codes[0] for weight in given.weights)
     matrices = (gate, up) if op == "gate_up" else (down, down)
     rows = given.x if op == "gate_up" else given.h
     result = poisoned(given.h if op == "gate_up" else given.out, tokens)
     variant = cuda.variant_of(op, matrices[0].shape[1], tile)
-    cuda.DenseLaunch(variant, matrices, rows[:tokens], result[:tokens], LIMIT).run(early=False)
+    one = cuda.DenseLaunch(variant, matrices, rows[:tokens], result[:tokens], LIMIT, span)
+    one.run(early=False)
     return result
 
 
@@ -81,10 +82,14 @@ def test_every_tile(reference, op, tile):
     if columns > 4096 and tile.tokens > WIDEST_SEGMENTED:
         pytest.skip("not offered where k is segmented")
     expected = given.h if op == "gate_up" else given.out
+    # All of a tile's tokens; a few less; pieces of a cluster without tokens.
+    spans = {tile.tokens, max(tile.tokens * 5 // 8, 1), max(tile.tokens - 1, 1)}
     for tokens in widths:
-        result = launch(op, tile, given, tokens)
-        assert_same_bits(result[:tokens], expected[:tokens], f"{tokens} tokens")
-        assert result[tokens].isnan().all()
+        for span in spans:
+            result = launch(op, tile, given, tokens, span)
+            said = f"{tokens} tokens, {span} a block"
+            assert_same_bits(result[:tokens], expected[:tokens], said)
+            assert result[tokens].isnan().all()
 
 
 def test_the_op_eager_and_captured(reference):

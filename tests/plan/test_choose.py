@@ -7,7 +7,7 @@ import torch
 
 from exactmoe import DenseMLP, ExpertBank, Limits, Numerics
 from exactmoe.errors import ConfigError, Unsupported
-from exactmoe.plan import BACKENDS, choose, explain
+from exactmoe.plan import BACKENDS, WeightShape, choose, explain
 from layers import assert_same_bits, exact_weight, layer_of, normal, random_bank, random_call
 
 CPU = torch.device("cpu")
@@ -106,3 +106,14 @@ def test_explain_of_a_dense_mlp(rng):
     plan = choose(A8, CPU, "cpu")
     weights = [dense.bank.gate, dense.bank.up, dense.bank.down]
     assert explain(plan, A8, Limits(), 3, weights).plan is plan
+
+
+def test_shapes_know_where_rows_begin():
+    codes = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+    assert WeightShape.of("bf16", codes) == ("bf16", 8, 128, True, True)
+    assert WeightShape.of("bf16", codes[:, :, 8:]).aligned
+    assert not WeightShape.of("bf16", codes[:, :, 4:]).aligned
+    assert not WeightShape.of(
+        "bf16", torch.zeros(1, 8, 132, dtype=torch.bfloat16)[..., :128]
+    ).aligned
+    assert not WeightShape.of("bf16", codes.transpose(1, 2)).aligned

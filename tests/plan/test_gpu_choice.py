@@ -16,6 +16,7 @@ from exactmoe.plan import (
     choose,
     dense_tiles_of,
     first_line,
+    mlp_tiles_of,
     tiles_of,
 )
 from exactmoe.plan.architectures import require_one_architecture
@@ -85,7 +86,7 @@ def test_an_architecture_without_a_path_is_refused_with_the_list(name, backend, 
 @pytest.mark.parametrize(
     ("numerics", "experts", "fixed", "reason"),
     [
-        (A16, (), False, "dense parts run on the portable ones"),
+        (A16, (), False, "routed experts and dense MLPs, none for a linear layer"),
         (A16, EXPERTS, True, "rearranges the experts' bytes, which belong to a module"),
         (A16, (WeightShape("bf16", 256, 128),) * 3, False, "gate is bf16; it takes nvfp4, mxfp4"),
         (
@@ -111,10 +112,66 @@ def test_why_the_fast_path_is_not_taken(numerics, experts, fixed, reason, machin
             choose(numerics, CARD, "cuda", experts, fixed)
 
 
-def test_dense_parts_of_the_fast_path(machine):
+DENSE = tuple(WeightShape("bf16", *shape) for shape in ((192, 128), (192, 128), (128, 192)))
+
+
+def test_a_linear_layer_of_the_fast_path(machine):
     plan = choose(A16, CARD, "cuda")
     assert plan.backend == "triton"
-    assert plan.reason.startswith("backend='cuda' was asked for; dense parts run on the portable")
+    assert plan.reason.startswith(
+        "backend='cuda' was asked for; this part runs on the portable kernels: it has kernels for"
+    )
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_dense_mlp_takes_the_fast_path(asked, machine):
+    assert choose(A16, CARD, asked, dense=DENSE).backend == "cuda"
+    assert choose(A16, CARD, asked, dense=DENSE[:2]).backend == "cuda"
+    assert choose(A16, CARD, "triton", dense=DENSE).backend == "triton"
+    machine("sm_80")
+    assert choose(A16, CARD, asked, dense=DENSE).backend == "triton"
+
+
+UNFIT_DENSE = [
+    (DENSE[0]._replace(format="fp8"), "dense gate is fp8; it takes bf16"),
+    (DENSE[0]._replace(rows=96), "gate has 96 rows and 128 columns; it takes multiples of 64"),
+    (DENSE[0]._replace(columns=96), "gate has 192 rows and 96 columns; it takes multiples of 64"),
+    (DENSE[0]._replace(aligned=False), "rows of dense gate do not begin at multiples of 16 bytes"),
+]
+
+
+@pytest.mark.parametrize(("gate", "reason"), UNFIT_DENSE)
+def test_why_a_dense_mlp_does_not_take_it(gate, reason, sm_90):
+    """In the plan of the MLP, and in the tiles of a shared expert whose layer takes the path."""
+    dense = (gate, *DENSE[1:])
+    plan = choose(A16, CARD, "auto", dense=dense)
+    assert plan.backend == "triton"
+    assert reason in reasons(plan)["cuda"]
+    asked = choose(A16, CARD, "cuda", dense=dense)
+    assert asked.backend == "triton" and reason in asked.reason
+    for choice in mlp_tiles_of(choose(A16, CARD, "auto", EXPERTS), dense, 8):
+        assert choice.kernel == "kernels/triton/dense_mlp.py"
+        assert "; not kernels/cuda/dense.cu: " in choice.reason and reason in choice.reason
+
+
+def test_tiles_of_a_dense_mlp(sm_90, monkeypatch):
+    monkeypatch.delenv("EXACTMOE_TILE", raising=False)
+    plan = choose(A16, CARD, "auto", EXPERTS)
+    found = mlp_tiles_of(plan, DENSE, 8)
+    assert [(c.op, c.kernel) for c in found] == [
+        ("dense gate_up", "kernels/cuda/dense.cu"),
+        ("dense down", "kernels/cuda/dense.cu"),
+    ]
+    assert found[0].reason == "8 rows; the least time by the measured cycles of each tile"
+    assert [c.op for c in mlp_tiles_of(plan, DENSE[:2], 8)] == ["dense gate_up"]
+    portable = mlp_tiles_of(choose(A16, CARD, "triton", EXPERTS), DENSE, 8)
+    assert {c.kernel for c in portable} == {"kernels/triton/dense_mlp.py"}
+    assert all("not kernels/cuda" not in c.reason for c in portable)
+    assert mlp_tiles_of(choose(A16, torch.device("cpu")), DENSE, 8) == ()
+    monkeypatch.setenv("EXACTMOE_TILE", "16")
+    assert {c.reason for c in mlp_tiles_of(plan, DENSE, 8)} == {"EXACTMOE_TILE=16"}
+    line = first_line(plan, A16, ("bf16",) * 3, found)
+    assert "dense gate_up: kernels/cuda/dense.cu, 8 tokens x 32 rows, k 128, clusters of 1" in line
 
 
 @pytest.mark.parametrize(

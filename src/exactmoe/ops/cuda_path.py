@@ -1,5 +1,6 @@
-"""The CUDA path: run-time compiled kernels for the routed experts on sm_90, and the portable ones
-for all else. Same bits as the Triton path there, as far as both run on the bf16 units.
+"""The CUDA path: run-time compiled kernels on sm_90 for the routed experts and for dense MLPs that
+they take (ops/cuda/dense_mlp.py), and the portable ones for all else.
+Same bits as the Triton path there, as far as both run on the bf16 units.
 """
 
 from dataclasses import replace
@@ -11,9 +12,10 @@ from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
-from exactmoe.ops.cuda import experts
+from exactmoe.ops.cuda import dense_mlp, experts
 from exactmoe.ops.cuda.prepare import CudaWeight, prepare
 from exactmoe.ops.path import FRAGMENT_FP8, PACKED
+from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.ops.triton_path import TritonPath
 from exactmoe.runtime.routes import RouteTable
 
@@ -57,6 +59,31 @@ class CudaPath(TritonPath):
             raise Unsupported("this path computes class a16; allowed for a8: a path of a8")
         experts.down(h, down, routes, numerics, slots, self._may_start(slots, routes))
 
+    def dense_mlp(
+        self,
+        x: Tensor,
+        weights: tuple[TritonWeight, TritonWeight, TritonWeight],
+        swiglu_limit: float | None,
+        h: Tensor,
+        out: Tensor,
+    ) -> None:
+        if dense_mlp.fits(weights, (x, h, out)):
+            dense_mlp.dense_mlp(x, weights, swiglu_limit, h, out)
+        else:  # layer.explain() says why
+            super().dense_mlp(x, weights, swiglu_limit, h, out)
+
+    def dense_gate_up(
+        self,
+        x: Tensor,
+        gate_up: tuple[TritonWeight, TritonWeight],
+        swiglu_limit: float | None,
+        h: Tensor,
+    ) -> None:
+        if dense_mlp.fits(gate_up, (x, h)):
+            dense_mlp.dense_gate_up(x, gate_up, swiglu_limit, h)
+        else:
+            super().dense_gate_up(x, gate_up, swiglu_limit, h)
+
     def _may_start(self, slots: Tensor, routes: RouteTable) -> bool:
         return self._begun.pop(_stream(slots), None) is routes
 
@@ -64,6 +91,7 @@ class CudaPath(TritonPath):
 class CudaA8Path(CudaPath):
     """The same in class `a8`, each expert and projection on the units that its bytes allow."""
 
+    name = "cuda_a8"
     storage = replace(PACKED, layout=FRAGMENT_FP8, codes=torch.float8_e4m3fn, units="auto")
 
     def gate_up_quantized(
@@ -88,12 +116,14 @@ class CudaA8Path(CudaPath):
 class CudaA8Bf16Path(CudaA8Path):
     """Class `a8`, all on the bf16 units."""
 
+    name = "cuda_a8_bf16"
     storage = replace(PACKED, codes=torch.float8_e4m3fn, units="bf16")
 
 
 class CudaA8Fp8Path(CudaA8Path):
     """Class `a8`, all on the fp8 units."""
 
+    name = "cuda_a8_fp8"
     storage = replace(CudaA8Path.storage, units="fp8")
 
     @staticmethod

@@ -7,7 +7,14 @@ from exactmoe.plan.architectures import (
     require_one_architecture,
 )
 from exactmoe.plan.choose import BACKENDS, Plan, Rejected, WeightShape, backends, choose
-from exactmoe.plan.explain import Explanation, dense_tiles_of, explain, first_line, tiles_of
+from exactmoe.plan.explain import (
+    Explanation,
+    dense_tiles_of,
+    explain,
+    first_line,
+    mlp_tiles_of,
+    tiles_of,
+)
 from exactmoe.plan.tiles import Tile, TileChoice, tile
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "dense_tiles_of",
     "explain",
     "first_line",
+    "mlp_tiles_of",
     "require_one_architecture",
     "tile",
     "tiles_of",

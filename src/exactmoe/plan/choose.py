@@ -4,6 +4,7 @@ The fast path of sm_90 and the portable one multiply by one instruction with k a
 give the same bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -20,19 +21,23 @@ BACKENDS = ("cuda", "triton", "cpu", "reference")
 TRITON_INTERPRET = "TRITON_INTERPRET"
 _ON_CPU, _ON_GPU = ("cpu", "reference"), ("cuda", "triton")
 _PANEL = 128
+_ALIGNMENT = 16
+_DENSE_MULTIPLE = 64
 _FP4 = ("nvfp4", "mxfp4")
 _INSTALL = "pip install 'exactmoe[cuda]'"
 
 
 class WeightShape(NamedTuple):
-    """Format, rows N and columns K of one projection of routed experts; and whether the rows of an
-    expert lie one after the other.
+    """Format, rows N and columns K of one projection of routed experts or of a dense MLP; whether
+    the rows of an expert lie one after the other, and whether each begins at a multiple of 16
+    bytes.
     """
 
     format: str
     rows: int
     columns: int
     contiguous: bool = True
+    aligned: bool = True
 
     @classmethod
     def of(cls, format: str, codes: torch.Tensor) -> "WeightShape":
@@ -40,7 +45,9 @@ class WeightShape(NamedTuple):
         columns = codes.shape[2] * (2 if format in _FP4 else 1)
         # From the strides: a buffer may have given its memory back, and then has no views.
         contiguous = codes.stride()[1:] == (codes.shape[2], 1)
-        return cls(format, codes.shape[1], columns, contiguous)
+        places = (codes.data_ptr(), codes.stride(1) * codes.element_size())
+        aligned = codes.stride(2) == 1 and all(place % _ALIGNMENT == 0 for place in places)
+        return cls(format, codes.shape[1], columns, contiguous, aligned)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ def choose(
     requested: str = "auto",
     experts: tuple[WeightShape, ...] = (),
     fixed_order: bool = False,
+    dense: tuple[WeightShape, ...] = (),
 ) -> Plan:
     """The backend for a layer with these numerics on this device.
 
@@ -94,9 +102,10 @@ def choose(
         numerics: of the layer.
         device: where its weights are.
         requested: "auto", or the name of a backend.
-        experts: gate, up and down of the routed experts; none of a dense MLP, whose parts run on
-            the portable kernels.
+        experts: gate, up and down of the routed experts; none of a dense part.
         fixed_order: the bytes of the experts may not be rearranged.
+        dense: gate, up and down of a dense MLP; none of a linear layer, and none of a shared
+            expert, which runs where its layer does.
 
     Raises:
         ConfigError: no backend has the requested name.
@@ -107,7 +116,7 @@ def choose(
     if device.type not in DEVICE_TYPES:
         raise Unsupported(f"device is {device}; this version runs on: {', '.join(DEVICE_TYPES)}")
     asked = env.read("EXACTMOE_BACKEND") if requested == "auto" else requested
-    call = _Call(numerics, device, requested, experts, fixed_order)
+    call = _Call(numerics, device, requested, experts, fixed_order, dense)
     return _chosen(call, asked, env.read(TRITON_INTERPRET))
 
 
@@ -126,6 +135,7 @@ class _Call:
     requested: str
     experts: tuple[WeightShape, ...]
     fixed_order: bool
+    dense: tuple[WeightShape, ...]
 
 
 @cache
@@ -145,8 +155,9 @@ def _chosen(call: _Call, asked: str, interpreted: bool) -> Plan:
             reason = "the portable path of this device"
     else:
         taken = asked
-        if taken == "cuda" and not experts and obstacles["triton"] is None:
-            taken, reason = "triton", f"{reason}; dense parts run on the portable kernels"
+        unfit = obstacles["cuda"] if taken == "cuda" and not experts else None
+        if unfit is not None and obstacles["triton"] is None:
+            taken, reason = "triton", f"{reason}; this part runs on the portable kernels: {unfit}"
         obstacle = obstacles[taken]
         if obstacle is not None:
             able = [name for name in backends(device) if obstacles[name] is None]
@@ -247,7 +258,7 @@ def _importable(module: str) -> bool:
 def _unfit(call: _Call) -> str | None:
     """Why the kernels of the fast path do not take these experts."""
     if not call.experts:
-        return "it has kernels for routed experts only; dense parts run on the portable ones"
+        return dense_obstacle(call.dense)
     if call.fixed_order:
         return "it rearranges the experts' bytes, which belong to a module that reads them too"
     for name, weight in zip(("gate", "up", "down"), call.experts, strict=True):
@@ -260,4 +271,23 @@ def _unfit(call: _Call) -> str | None:
                 f"{name} has {weight.rows} rows and {weight.columns} columns; "
                 f"it takes multiples of {_PANEL}"
             )
+    return None
+
+
+def dense_obstacle(dense: Sequence[WeightShape]) -> str | None:
+    """Why the dense kernels of the fast path do not take gate, up and down, or gate and up (shapes
+    of a dense MLP or shared expert); None: they do.
+    """
+    if not dense:
+        return "it has kernels for routed experts and dense MLPs, none for a linear layer"
+    for name, weight in zip(("gate", "up", "down"), dense, strict=False):
+        if weight.format != "bf16":
+            return f"dense {name} is {weight.format}; it takes bf16"
+        if weight.rows % _DENSE_MULTIPLE or weight.columns % _DENSE_MULTIPLE:
+            return (
+                f"dense {name} has {weight.rows} rows and {weight.columns} columns; "
+                f"it takes multiples of {_DENSE_MULTIPLE}"
+            )
+        if not weight.aligned:
+            return f"the rows of dense {name} do not begin at multiples of {_ALIGNMENT} bytes"
     return None

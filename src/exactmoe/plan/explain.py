@@ -12,13 +12,23 @@ from exactmoe import env
 from exactmoe.config import Limits, Numerics
 from exactmoe.formats import PackedWeight, fp8_exact
 from exactmoe.plan.architectures import architecture_name
-from exactmoe.plan.choose import Plan, WeightShape
-from exactmoe.plan.tiles import TILES, Tile, TileChoice, choose_tile, dense_tile, expert_tile
+from exactmoe.plan.choose import Plan, WeightShape, dense_obstacle
+from exactmoe.plan.dense_tiles import DenseProblem, choose_dense_tile
+from exactmoe.plan.tiles import (
+    TILES,
+    TableChoice,
+    Tile,
+    TileChoice,
+    choose_tile,
+    dense_tile,
+    expert_tile,
+)
 
 PROJECTIONS = ("gate", "up", "down")
 
 
 _CUDA_KERNELS, _TRITON_KERNELS = "kernels/cuda/experts.cu", "kernels/triton/"
+_CUDA_DENSE = "kernels/cuda/dense.cu"
 _WITHOUT_TILES = {
     "cpu": "compiled loops of kernels/cpu",
     "reference": "plain loops of exactmoe.reference",
@@ -143,7 +153,7 @@ def _expert_tiles(
     plan: Plan, numerics: Numerics, weights: Sequence[WeightShape], num_slots: int, count: int
 ) -> tuple[TileChoice, ...]:
     name = architecture_name(torch.device(plan.device))
-    found = []
+    found: list[TileChoice] = []
     for op, weight, projections in (("gate_up", weights[0], 2), ("down", weights[2], 1)):
         choice = choose_tile(plan.tiles, name, op, num_slots, count)
         if plan.backend == "cuda":
@@ -155,11 +165,34 @@ def _expert_tiles(
     return tuple(found)
 
 
+def mlp_tiles_of(
+    plan: Plan, weights: Sequence[WeightShape], num_tokens: int
+) -> tuple[TileChoice, ...]:
+    """The tiles that run a piece of a dense MLP or shared expert, and where the backend has kernels
+    of its own for them that do not take these, why.
+
+    weights: gate, up and down; or gate and up where another kernel reads h.
+    """
+    ops = {"gate_up": weights[0]} | ({"down": weights[2]} if len(weights) > 2 else {})
+    if plan.backend != "cuda":
+        return dense_tiles_of(plan, ops, num_tokens)
+    obstacle = dense_obstacle(weights)
+    if obstacle is not None:
+        portable = dense_tiles_of(plan, ops, num_tokens)
+        said = f"not {_CUDA_DENSE}: {obstacle}"
+        return tuple(replace(choice, reason=f"{choice.reason}; {said}") for choice in portable)
+    found = []
+    for op, weight in ops.items():
+        choice = choose_dense_tile(DenseProblem(op, weight.rows, weight.columns, num_tokens))
+        found.append(replace(choice, op=f"dense {op}", kernel=_CUDA_DENSE))
+    return tuple(found)
+
+
 def dense_tiles_of(
     plan: Plan, weights: Mapping[str, WeightShape], num_tokens: int, groups: int = 1
 ) -> tuple[TileChoice, ...]:
-    """The tiles that run the dense weights of a piece, by the name of the launch: "gate_up" is two
-    projections of these sizes as one, any other is one.
+    """The tiles of the portable kernels that run the dense weights of a piece, by the name of the
+    launch: "gate_up" is two projections of these sizes as one, any other is one.
     """
     if plan.backend not in TILES:
         return ()
@@ -176,7 +209,7 @@ def dense_tiles_of(
     return tuple(found)
 
 
-def _changed(choice: TileChoice, tile: Tile, chained: bool, kernel: str) -> TileChoice:
+def _changed(choice: TableChoice, tile: Tile, chained: bool, kernel: str) -> TileChoice:
     """The tile that a kernel takes for one of the table, and why it is another."""
     reason = choice.reason
     if chained and tile.tokens != choice.tile.tokens:

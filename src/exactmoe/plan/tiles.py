@@ -9,9 +9,13 @@ uniform routing; else the widest.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
+from typing import TYPE_CHECKING
 
 from exactmoe import env
 from exactmoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from exactmoe.plan.dense_tiles import DenseTile
 
 OPS = ("gate_up", "down", "dense_mlp")
 
@@ -51,13 +55,20 @@ class TileChoice:
     """
 
     op: str
-    tile: Tile
+    tile: "Tile | DenseTile"
     reason: str
     kernel: str = ""
 
     def __str__(self) -> str:
         kernel = f"{self.kernel}, " if self.kernel else ""
         return f"{self.op}: {kernel}{self.tile} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class TableChoice(TileChoice):
+    """One of the tables below."""
+
+    tile: Tile
 
 
 # Backend -> op -> tiles by ascending tokens. kernels/cuda/experts.cu fills shared memory with its
@@ -152,6 +163,13 @@ def offered(backend: str) -> tuple[int, ...]:
     return tuple(sorted(set.union(*widths)))
 
 
+def checked_width(backend: str, forced: int | None) -> None:
+    """ConfigError if EXACTMOE_TILE names a width that the backend does not offer."""
+    if forced is not None and forced not in offered(backend):
+        widths = ", ".join(map(str, offered(backend)))
+        raise ConfigError(f"EXACTMOE_TILE is {forced}; allowed on backend {backend!r}: {widths}")
+
+
 def tile(backend: str, architecture: str, op: str, num_slots: int, num_experts: int) -> Tile:
     """The tile of an op for a call of `num_slots` slots over `num_experts` experts (1: dense).
 
@@ -163,7 +181,7 @@ def tile(backend: str, architecture: str, op: str, num_slots: int, num_experts: 
 
 def choose_tile(
     backend: str, architecture: str, op: str, num_slots: int, num_experts: int
-) -> TileChoice:
+) -> TableChoice:
     """As `tile`, with the reason."""
     forced = env.read("EXACTMOE_TILE")
     return _choice(backend, architecture, op, num_slots, num_experts, forced)
@@ -177,21 +195,17 @@ def _choice(
     num_slots: int,
     num_experts: int,
     forced: int | None,
-) -> TileChoice:
+) -> TableChoice:
     table = ON_ARCHITECTURE.get((backend, architecture), {}).get(op) or TILES[backend][op]
+    checked_width(backend, forced)
     if forced is not None:
-        if forced not in offered(backend):
-            widths = ", ".join(map(str, offered(backend)))
-            raise ConfigError(
-                f"EXACTMOE_TILE is {forced}; allowed on backend {backend!r}: {widths}"
-            )
-        return TileChoice(op, _narrowest(table, forced), f"EXACTMOE_TILE={forced}")
+        return TableChoice(op, _narrowest(table, forced), f"EXACTMOE_TILE={forced}")
     mean = rows_per_expert(num_slots, num_experts)
     needed = num_slots if num_experts == 1 else mean + 2 * sqrt(mean)
     chosen = _narrowest(table, needed)
     why = "the narrowest that holds them" if chosen.tokens >= needed else "the widest"
     who = "rows" if num_experts == 1 else "rows an expert in use"
-    return TileChoice(op, chosen, f"{mean:.1f} {who}; {why}")
+    return TableChoice(op, chosen, f"{mean:.1f} {who}; {why}")
 
 
 def _narrowest(table: tuple[Tile, ...], tokens: float) -> Tile:

@@ -88,23 +88,25 @@ def test_one_token(launched):
         assert (one.variant.rows, one.variant.tokens, one.variant.blocks) == (32, 8, 2)
         assert one.grid == (128, 1, 256)
     assert first.arguments == {
-        "first_map": (gate, (2048, 4096), 4096, 8, 4),
-        "second_map": (up, (2048, 4096), 4096, 8, 4),
-        "token_map": (x.data_ptr(), (1, 4096), 4096, 8, 4),
+        "first_map": (gate, (2048, 4096), 4096, 8, 2),
+        "second_map": (up, (2048, 4096), 4096, 8, 2),
+        "token_map": (x.data_ptr(), (1, 4096), 4096, 8, 2),
         "values": h.data_ptr(),
         "stride": 2048,
         "num_tokens": 1,
+        "span": 8,
         "rows": 2048,
         "k": 4096,
         "limit": 1.5,
     }
     assert second.arguments == {
-        "first_map": (down, (4096, 2048), 2048, 32, 4),
-        "second_map": (down, (4096, 2048), 2048, 32, 4),
-        "token_map": (h.data_ptr(), (1, 2048), 2048, 8, 4),
+        "first_map": (down, (4096, 2048), 2048, 32, 2),
+        "second_map": (down, (4096, 2048), 2048, 32, 2),
+        "token_map": (h.data_ptr(), (1, 2048), 2048, 8, 2),
         "values": out.data_ptr(),
         "stride": 4096,
         "num_tokens": 1,
+        "span": 8,
         "rows": 4096,
         "k": 2048,
         "limit": 0.0,
@@ -131,20 +133,27 @@ def test_boxes_fill_a_stage_and_the_grid_takes_every_item(launched, tokens, inne
     for one in launched:
         variant, arguments = one.variant, one.arguments
         copies = variant.rows // 8 if variant.op == "gate_up" else 1
-        shared = 1 if variant.cluster == 1 else variant.cluster * variant.chunks
+        pieces = variant.tokens // variant.piece
+        shared = 1 if variant.cluster == 1 else pieces * variant.chunks
         boxes = [arguments["first_map"][3:]] * copies + [arguments["token_map"][3:]] * shared
         assert sum(128 * rows * chunks for rows, chunks in boxes) == variant.stage_bytes
         blocks, _, threads = one.grid
         assert threads == variant.threads
         assert blocks % variant.cluster == 0 and 0 < blocks <= PROCESSORS
         items = -(-arguments["rows"] // (variant.features * variant.cluster))
-        items *= -(-tokens // variant.tokens)
+        span = arguments["span"]
+        assert 0 < span <= variant.tokens and pieces % variant.cluster == 0
+        items *= -(-tokens // span)
         clusters = blocks // variant.cluster
         rounds = -(-items // clusters)
-        # No fewer rounds with all multiprocessors, and no fewer blocks in as many rounds.
+        # No fewer rounds with all multiprocessors, and no fewer blocks in as many rounds: but all
+        # where a last token tile has less work.
         most = PROCESSORS if variant.cluster == 1 else min(PROCESSORS // variant.cluster, 32)
         assert rounds == -(-items // most)
-        assert (clusters - 1) * rounds < items
+        if span < tokens and 0 < 2 * (tokens % span) <= span:
+            assert clusters == min(items, most)
+        else:
+            assert (clusters - 1) * rounds < items
 
 
 @pytest.mark.parametrize("tile", DENSE_TILES, ids=lambda tile: f"{tile} b{tile.blocks}")

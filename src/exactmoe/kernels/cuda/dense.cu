@@ -6,8 +6,9 @@
 // up rows take turns, so that each lane holds both sums of a feature. ROWS may be 32: the other
 // half of the matrix instruction's 64 rows is whatever lies behind in shared memory, and no one
 // stores it. One warp fills a ring by tensor copies: a stage is CHUNKS x 64 of k, each row 128 bytes
-// in 128-byte swizzle. The blocks of a cluster have the same tokens; each reads a part of them and
-// sends it to all. Rows and k are multiples of 64; tensor copies fill up with zeros.
+// in 128-byte swizzle. The blocks of a cluster have the same tokens; each reads some pieces of them
+// and sends these to all; a piece without tokens is not copied, and what its columns multiply no one
+// stores. Rows and k are multiples of 64; tensor copies fill up with zeros.
 //
 // down starts while gate_up ends, and reads weights until h is there.
 //
@@ -17,7 +18,7 @@
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
 dense(const __grid_constant__ TensorMap first_map, const __grid_constant__ TensorMap second_map,
       const __grid_constant__ TensorMap token_map, void* values, u64 stride, u32 num_tokens,
-      u32 rows, u32 k, float limit) {
+      u32 span, u32 rows, u32 k, float limit) {
     extern __shared__ u8 raw[];
     u32 weight_ring = (shared_address(raw) + 1023) & ~1023u;
     u32 token_ring = weight_ring + STAGES * WEIGHT_BYTES;
@@ -40,7 +41,7 @@ dense(const __grid_constant__ TensorMap first_map, const __grid_constant__ Tenso
     let_later_kernels_start();
 #endif
 
-    Work work(num_tokens, rows);
+    Work work(num_tokens, span, rows);
     u32 steps = (k / 64 + CHUNKS - 1) / CHUNKS, step_of_item = gridDim.x / CLUSTER;
     Place place;
 
@@ -54,10 +55,10 @@ dense(const __grid_constant__ TensorMap first_map, const __grid_constant__ Tenso
 #pragma unroll 1
             for (u32 index = blockIdx.x / CLUSTER; index < work.items; index += step_of_item) {
                 Item item = work.find(index, rank);
-                u32 row = item.block * FEATURES;
+                u32 row = item.block * FEATURES, token_bytes = item.copied() * CHUNKS * 128;
                 auto fill_weights = [&](u32 step, u32 stage) {
                     u32 to = weight_ring + stage * WEIGHT_BYTES, barrier = full + 8 * stage;
-                    barrier_arrive_expect(barrier, WEIGHT_BYTES + TOKEN_BYTES);
+                    barrier_arrive_expect(barrier, WEIGHT_BYTES + token_bytes);
 #if GATE_UP
 #pragma unroll
                     for (u32 eight = 0; eight < ROWS / 8; ++eight)
@@ -72,12 +73,16 @@ dense(const __grid_constant__ TensorMap first_map, const __grid_constant__ Tenso
                     if constexpr (CLUSTER == 1) {
                         copy_box(to, token_map, item.first, step * CHUNKS, barrier);
                     } else {
-                        constexpr u32 PART = TOKENS / CLUSTER;
-                        to += rank * PART * 128;
 #pragma unroll
-                        for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
-                            copy_box_to((1 << CLUSTER) - 1, to + chunk * TOKENS * 128, token_map,
-                                        item.first + rank * PART, step * CHUNKS + chunk, barrier);
+                        for (u32 turn = 0; turn < PIECES / CLUSTER; ++turn) {
+                            u32 token = (turn * CLUSTER + rank) * PIECE;
+                            if (token >= item.count) continue;
+#pragma unroll
+                            for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
+                                copy_box_to((1 << CLUSTER) - 1,
+                                            to + (chunk * TOKENS + token) * 128, token_map,
+                                            item.first + token, step * CHUNKS + chunk, barrier);
+                        }
                     }
                 };
                 u32 step = 0;

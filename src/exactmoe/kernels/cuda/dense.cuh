@@ -12,6 +12,10 @@ constexpr u32 EIGHT_STRIDE = GATE_UP ? CHUNKS * EIGHT_BYTES : EIGHT_BYTES;
 constexpr u32 CHUNK_STRIDE = GATE_UP ? EIGHT_BYTES : ROWS / 8 * EIGHT_BYTES;
 constexpr u32 SEGMENT_STEPS = 4096 / 64 / CHUNKS;  // contract section 4
 constexpr u32 GROUP = 16;                          // token tiles that L2 holds
+// Tokens that one copy brings: all, or some that a block of a cluster sends to the others.
+constexpr u32 PART = TOKENS / CLUSTER;
+constexpr u32 PIECE = CLUSTER == 1 || PART < 32 ? PART : 32;
+constexpr u32 PIECES = TOKENS / PIECE;
 constexpr u32 FEATURES = GATE_UP ? ROWS / 2 : ROWS;  // outputs of a block
 constexpr bool STAGED = TOKENS >= 32;              // h is stored through shared memory
 constexpr u32 OUT_ROW = 80;                        // bytes of 32 features of a token, and padding
@@ -31,16 +35,20 @@ struct Place {
 // Rows block x FEATURES ... of the output for tokens first ... first + count - 1.
 struct Item {
     u32 block, first, count;
+
+    // Tokens in the ring: whole pieces.
+    __device__ __forceinline__ u32 copied() const { return (count + PIECE - 1) / PIECE * PIECE; }
 };
 
 struct Work {
-    u32 num_tokens, tiles, clusters, items;  // clusters of row blocks
+    u32 num_tokens, span, tiles, clusters, items;  // clusters of row blocks
 
-    // A last token tile that is less than half full comes after all others, where it fills a round
-    // of blocks that has room.
-    __device__ __forceinline__ Work(u32 num_tokens, u32 rows) : num_tokens(num_tokens) {
-        u32 full = num_tokens / TOKENS, tail = num_tokens % TOKENS;
-        tiles = full + (tail > TOKENS / 2 || full == 0);
+    // Token tiles have `span` tokens. A last one that is at most half full comes after all others,
+    // where it fills a round of blocks that has room.
+    __device__ __forceinline__ Work(u32 num_tokens, u32 span, u32 rows)
+        : num_tokens(num_tokens), span(span) {
+        u32 full = num_tokens / span, tail = num_tokens % span;
+        tiles = full + (2 * tail > span || full == 0);
         clusters = (rows + FEATURES * CLUSTER - 1) / (FEATURES * CLUSTER);
         items = (full + (tail > 0)) * clusters;
     }
@@ -51,9 +59,9 @@ struct Work {
         u32 begin = index / (GROUP * clusters) * GROUP;  // the group's first token tile
         u32 together = tiles - begin < GROUP ? tiles - begin : GROUP;
         if (index >= tiles * clusters) begin = tiles, together = 1;
-        u32 rest = index - begin * clusters, first = (begin + rest % together) * TOKENS;
+        u32 rest = index - begin * clusters, first = (begin + rest % together) * span;
         u32 count = num_tokens - first;
-        return {rest / together * CLUSTER + rank, first, count < TOKENS ? count : TOKENS};
+        return {rest / together * CLUSTER + rank, first, count < span ? count : span};
     }
 };
 

@@ -22,6 +22,7 @@ _BARRIER_BYTES = 256
 _ALIGNMENT = 1024
 _STAGING_BYTES = 32 * 80
 _MOST_STAGES = 12
+_PIECE = 32
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Dense:
     def features(self) -> int:
         """Outputs of a block."""
         return self.rows // 2 if self.op == "gate_up" else self.rows
+
+    @property
+    def piece(self) -> int:
+        """Tokens that one copy brings: all, or some that a block of a cluster sends to all."""
+        return self.tokens if self.cluster == 1 else min(self.tokens // self.cluster, _PIECE)
 
     @property
     def stage_bytes(self) -> int:

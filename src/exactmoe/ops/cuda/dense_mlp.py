@@ -13,15 +13,13 @@ from exactmoe.kernels.cuda.compile import kernel
 from exactmoe.kernels.cuda.dense import CHUNK, SEGMENT, Dense
 from exactmoe.kernels.cuda.tensor_map import TensorMap, rows_map
 from exactmoe.ops.triton.prepare import TritonWeight
-from exactmoe.plan.dense_tiles import DenseProblem, DenseTile, dense_tile
+from exactmoe.plan.dense_tiles import DenseProblem, DenseTile, best_span, dense_tile
 
 _NO_CLAMP = float("inf")
 # What tensor copies ask of addresses and row strides.
 _ALIGNMENT = 16
 # Eights of gate and of up rows are copied in turn.
 _EIGHT = 8
-# The two accumulators of a segmented sum leave a second block no registers.
-_NEEDS_ALL_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class DenseLaunch:
         tokens: bfloat16 [T, K].
         out: bfloat16 [T, N] of gate_up, float32 [T, N] of down.
         limit: the clamp of gate_up.
+        span: tokens of a block, at most the kernel's.
     """
 
     variant: Dense
@@ -41,6 +40,7 @@ class DenseLaunch:
     tokens: Tensor
     out: Tensor
     limit: float
+    span: int
 
     def run(self, early: bool) -> None:
         """Queues it on the current stream.
@@ -57,7 +57,7 @@ class DenseLaunch:
             _token_map(self.tokens, variant),
             ctypes.c_void_p(self.out.data_ptr()),
             ctypes.c_uint64(self.out.stride(0)),
-            *(ctypes.c_uint32(number) for number in (num_tokens, rows, columns)),
+            *(ctypes.c_uint32(number) for number in (num_tokens, self.span, rows, columns)),
             ctypes.c_float(self.limit),
         ]
         grid = (self._clusters(device) * variant.cluster, 1, variant.threads)
@@ -65,13 +65,17 @@ class DenseLaunch:
         kernel(variant).launch(device, stream, grid, arguments, early)
 
     def _clusters(self, device: int) -> int:
-        """Of the grid: as few as take their items in as few rounds as all together."""
-        variant = self.variant
+        """Of the grid: as few as take their items in as few rounds as all together; all where a
+        last token tile, with less work, comes after the others.
+        """
+        variant, most = self.variant, _most_clusters(self.variant, device)
         row_blocks = -(-self.weights[0].shape[0] // variant.features)
-        token_tiles = -(-self.tokens.shape[0] // variant.tokens)
-        items = -(-row_blocks // variant.cluster) * token_tiles
-        rounds = -(-items // _most_clusters(variant, device))
-        return -(-items // rounds)
+        clusters = -(-row_blocks // variant.cluster)
+        token_tiles, tail = divmod(self.tokens.shape[0], self.span)
+        if token_tiles > 0 and 0 < 2 * tail <= self.span:
+            return min(clusters * (token_tiles + 1), most)
+        items = clusters * (token_tiles + (tail > 0))
+        return -(-items // -(-items // most))
 
 
 def fits(weights: Sequence[TritonWeight], rows: Sequence[Tensor]) -> bool:
@@ -123,15 +127,16 @@ def _launch(
 ) -> DenseLaunch:
     """With the tile of the table."""
     rows, columns = weights[0].shape
-    chosen = dense_tile(DenseProblem(op, rows, columns, tokens.shape[0]))
-    return DenseLaunch(variant_of(op, columns, chosen), weights, tokens, out, limit)
+    problem = DenseProblem(op, rows, columns, tokens.shape[0])
+    chosen = dense_tile(problem)
+    variant = variant_of(op, columns, chosen)
+    return DenseLaunch(variant, weights, tokens, out, limit, best_span(problem, chosen))
 
 
 def variant_of(op: str, columns: int, tile: DenseTile) -> Dense:
     """The kernel of a tile for k = `columns`."""
     segmented = columns > SEGMENT
-    blocks = 1 if segmented and tile.tokens >= _NEEDS_ALL_REGISTERS else tile.blocks
-    return Dense(op, tile.rows, tile.tokens, tile.chunks, tile.cluster, blocks, segmented)
+    return Dense(op, tile.rows, tile.tokens, tile.chunks, tile.cluster, tile.blocks, segmented)
 
 
 def _weight_map(weight: Tensor, variant: Dense) -> TensorMap:
@@ -141,11 +146,10 @@ def _weight_map(weight: Tensor, variant: Dense) -> TensorMap:
 
 
 def _token_map(tokens: Tensor, variant: Dense) -> TensorMap:
-    """Of a block's part: all of its tokens and chunks, or tokens that it sends to its cluster."""
-    box_rows = variant.tokens // variant.cluster
+    """Of all tokens and chunks of a stage, or of a piece that is sent to a cluster."""
     box_chunks = variant.chunks if variant.cluster == 1 else 1
     shape = (tokens.shape[0], tokens.shape[1])
-    return rows_map(tokens.data_ptr(), shape, tokens.stride(0), box_rows, box_chunks)
+    return rows_map(tokens.data_ptr(), shape, tokens.stride(0), variant.piece, box_chunks)
 
 
 @cache

@@ -244,7 +244,7 @@ def test_a_lane_fills_one_buffer_while_the_other_empties(monkeypatch: pytest.Mon
             into[:] = bytes([number] * 5)
 
         FalseStream.log.clear()
-        lane.send(read, target, FalseStream())
+        lane.send(read, [target[:2], target[2:]], FalseStream())
         expected = ["synchronize", "wait", "on stream", "off stream", "record"]
         assert FalseStream.log == expected
         assert target.tolist() == [number] * 5

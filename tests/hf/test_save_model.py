@@ -53,10 +53,10 @@ def test_by_card(checkpoint, tmp_path, monkeypatch, apart):
     # The second card reads its own files, and the first one's for what is not cut.
     opened, real = set(), Files.read
 
-    def noted(self, info, start, into):
+    def noted(self, info, start, *into):
         if ".experts." in info.name:
             opened.add(info.file.partition("-")[0])
-        real(self, info, start, into)
+        real(self, info, start, *into)
 
     monkeypatch.setattr(Files, "read", noted)
     owned = tuple(expert for expert, card in enumerate(owners) if card == 1)

@@ -28,6 +28,8 @@ DTYPES = {
     "I64": torch.int64,
 }
 _CHUNK = 2**24
+# Of one preadv (IOV_MAX of Linux).
+_MOST_VIEWS = 1024
 
 
 class Files:
@@ -51,23 +53,27 @@ class Files:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def read(self, info: TensorInfo, start: int, into: memoryview) -> None:
-        """Fills `into` from byte `start` of the tensor's file.
+    def read(self, info: TensorInfo, start: int, *into: memoryview) -> None:
+        """Fills memory, one view after the other, from byte `start` of the tensor's file.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter.
         """
+        left = [view for view in into if len(view)]
         try:
             descriptor = self._descriptor(info.file)
-            done = 0
-            while done < len(into):
-                count = os.preadv(descriptor, [into[done:]], start + done)
+            while left:
+                count = os.preadv(descriptor, left[:_MOST_VIEWS], start)
                 if count == 0:
                     raise CheckpointError(
                         f"{self._folder / info.file}: it ended inside {info.name}; it was longer "
                         "when its header was read"
                     )
-                done += count
+                start += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
         except OSError as error:
             raise CheckpointError(
                 f"{self._folder / info.file}: {info.name} cannot be read: {error}"

@@ -135,30 +135,28 @@ def _banks(
     quantization: Quantization | None,
     shares: Sequence[Share],
 ) -> ExpertBank | SplitBank:
-    if len(shares) == 1:
-        return _bank(reader, plan, quantization, shares[0])
-    num_experts = len(plan.experts["gate"].sources)
-    partition = Partition.of_lists([share.experts or () for share in shares], num_experts)
-    return SplitBank([_bank(reader, plan, quantization, share) for share in shares], partition)
-
-
-def _bank(
-    reader: Reader, plan: LayerPlan, quantization: Quantization | None, share: Share
-) -> ExpertBank:
     if quantization is None:
-        # All are begun before the first is looked at: values are checked while others are read.
-        begun = {n: reader.begin(w, share.experts, share.device) for n, w in plan.experts.items()}
-        weights = {name: pending.finish() for name, pending in begun.items()}
+        # All cards are begun before the first is looked at: values are checked while others come.
+        begun = [reader.begin(plan.experts, share.experts, share.device) for share in shares]
+        weights = [{n: pending.finish() for n, pending in each.items()} for each in begun]
     else:
-        weights = {
-            name: read_quantized(reader, weight, quantization, share.experts, share.device)
-            for name, weight in plan.experts.items()
-        }
-    return ExpertBank(weights["gate"], weights["up"], weights["down"])
+        weights = [
+            {
+                name: read_quantized(reader, weight, quantization, share.experts, share.device)
+                for name, weight in plan.experts.items()
+            }
+            for share in shares
+        ]
+    banks = [ExpertBank(each["gate"], each["up"], each["down"]) for each in weights]
+    if len(banks) == 1:
+        return banks[0]
+    num_experts = len(plan.experts["gate"].sources)
+    owned = [share.experts or () for share in shares]
+    return SplitBank(banks, Partition.of_lists(owned, num_experts))
 
 
 def _dense(reader: Reader, plan: LayerPlan, device: torch.device) -> DenseWeights:
-    begun = {name: reader.begin(weight, None, device) for name, weight in plan.dense.items()}
+    begun = reader.begin(plan.dense, None, device)
     weights = {name: pending.finish() for name, pending in begun.items()}
     return DenseWeights(**weights, swiglu_limit=plan.spec.swiglu_limit)
 

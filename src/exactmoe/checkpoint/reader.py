@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from os import sched_getaffinity
 from threading import Condition, Lock
 from types import TracebackType
@@ -44,17 +45,30 @@ class _Piece:
     def nbytes(self) -> int:
         return self.target.numel()
 
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
 
 @dataclass(frozen=True)
 class _Converted:
     """What is taken of a tensor that is stored in another dtype than it is kept in."""
 
     stored: Stored
+    start: int
     out: Tensor
 
     @property
+    def info(self) -> TensorInfo:
+        return self.stored.info
+
+    @property
     def nbytes(self) -> int:
-        return self.out.numel() * DTYPES[self.stored.info.dtype].itemsize
+        return self.out.numel() * DTYPES[self.info.dtype].itemsize
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
 
 
 _Job = _Piece | _Converted
@@ -153,8 +167,8 @@ class Reader:
         self._lanes.drain()
 
     def fill(self, pairs: Sequence[tuple[Stored, Tensor]]) -> Callable[[], None]:
-        """Begins to copy what is taken of tensors into memory, exactly; all of one device, each
-        contiguous. What is returned waits for the end.
+        """Begins to copy what is taken of tensors into memory, exactly, in the order of the files;
+        all of one device, each contiguous. What is returned waits for the end.
         """
         if not pairs:
             return lambda: None
@@ -177,33 +191,44 @@ class Reader:
 
     def begin(
         self,
-        plan: WeightPlan,
-        experts: Sequence[int] | None = None,
+        plans: Mapping[str, WeightPlan],
+        share: Sequence[int] | None = None,
         device: torch.device | None = None,
-        fields: Mapping[str, Tensor] | None = None,
-    ) -> Pending:
-        """Begins to read a projection.
+        memory: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> dict[str, Pending]:
+        """Begins to read projections, all in one pass over the files.
 
         Args:
-            plan: of all experts of the layer.
-            experts: those that are read, ascending; None: all.
+            plans: by projection, each of all experts of the layer.
+            share: experts that are read, ascending; None: all.
             device: of the memory; None: the host.
-            fields: memory for the fields of PackedWeight, [experts, ...]; None: new memory.
+            memory: for the fields of PackedWeight, [experts, ...], by projection; None: new one.
 
         Raises:
             Unsupported: the memory could not be allocated; says which card, and how much.
         """
-        experts = range(len(plan.sources)) if experts is None else experts
         device = device or torch.device("cpu")
-        parts = plan.dialect.parts
-        if fields is None:
-            fields = {part.field: _empty(plan, part, len(experts), device) for part in parts}
+        owned: dict[str, Sequence[int]] = {
+            name: range(len(plan.sources)) if share is None else share
+            for name, plan in plans.items()
+        }
+        if memory is None:
+            memory = {
+                name: {
+                    p.field: _empty(plan, p, len(owned[name]), device) for p in plan.dialect.parts
+                }
+                for name, plan in plans.items()
+            }
         pairs = [
-            (plan.sources[expert].parts[part], fields[part.field][local])
-            for part in parts
-            for local, expert in enumerate(experts)
+            (plan.sources[expert].parts[part], memory[name][part.field][local])
+            for name, plan in plans.items()
+            for part in plan.dialect.parts
+            for local, expert in enumerate(owned[name])
         ]
-        return Pending(plan, experts, fields, self.fill(pairs))
+        reading = self.fill(pairs)
+        return {
+            name: Pending(plan, owned[name], memory[name], reading) for name, plan in plans.items()
+        }
 
     def weight(
         self,
@@ -212,7 +237,7 @@ class Reader:
         device: torch.device | None = None,
     ) -> PackedWeight:
         """A projection of all experts, or of some, stacked; raises as `begin` and `finish`."""
-        return self.begin(plan, experts, device).finish()
+        return self.begin({plan.what: plan}, experts, device)[plan.what].finish()
 
     def _run(self, jobs: Sequence[_Job], ready: Any) -> None:
         with self._state:
@@ -227,20 +252,17 @@ class Reader:
                 self._state.notify_all()
 
     def _do(self, jobs: Sequence[_Job], ready: Any) -> None:
-        for job in jobs:
+        for run in _runs(jobs):
             if self._stopped:
                 return
-            if isinstance(job, _Converted):
+            first = run[0]
+            if isinstance(first, _Converted):
                 if ready is not None:
-                    torch.cuda.current_stream(job.out.device).wait_event(ready)
-                self._convert(job)
+                    torch.cuda.current_stream(first.out.device).wait_event(ready)
+                self._convert(first)
             else:
-                info, start = job.info, job.start
-
-                def read(into: memoryview, info: TensorInfo = info, start: int = start) -> None:
-                    self._files.read(info, start, into)
-
-                self._lanes.send(read, job.target, ready)
+                read = partial(self._files.read, first.info, first.start)
+                self._lanes.send(read, [job.target for job in run], ready)  # type: ignore[union-attr]
         if self._progress is not None:
             with self._lock:
                 self._progress(sum(job.nbytes for job in jobs))
@@ -263,7 +285,7 @@ def _jobs(stored: Stored, out: Tensor) -> Iterator[_Job]:
     start, part = place(stored)
     one_byte = part.element_size() == out.element_size() == 1
     if part.dtype != out.dtype and not one_byte:
-        yield _Converted(stored, out)
+        yield _Converted(stored, start, out)
         return
     assert part.numel() == out.numel()
     target = out.view(-1).view(torch.uint8)
@@ -273,18 +295,38 @@ def _jobs(stored: Stored, out: Tensor) -> Iterator[_Job]:
 
 
 def _batches(pairs: Sequence[tuple[Stored, Tensor]]) -> Iterator[list[_Job]]:
-    """Jobs of about PIECE_BYTES together: a task for each small tensor would cost more than it."""
+    """Jobs of about PIECE_BYTES together, in the order of the files: a task for each small tensor
+    would cost more than it, and neighbours are read at once.
+    """
+    jobs = sorted(
+        (job for stored, out in pairs for job in _jobs(stored, out)),
+        key=lambda job: (job.info.file, job.start),
+    )
     batch: list[_Job] = []
     nbytes = 0
-    for stored, out in pairs:
-        for job in _jobs(stored, out):
-            if batch and nbytes + job.nbytes > PIECE_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(job)
-            nbytes += job.nbytes
+    for job in jobs:
+        if batch and nbytes + job.nbytes > PIECE_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(job)
+        nbytes += job.nbytes
     if batch:
         yield batch
+
+
+def _runs(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Jobs whose bytes follow each other in a file, together."""
+    run: list[_Job] = []
+    for job in jobs:
+        follows = run and isinstance(job, _Piece) and isinstance(run[-1], _Piece)
+        if follows and (run[-1].info.file, run[-1].end) == (job.info.file, job.start):
+            run.append(job)
+            continue
+        if run:
+            yield run
+        run = [job]
+    if run:
+        yield run
 
 
 def place_of(plan: WeightPlan, message: str) -> Stored:

@@ -4,7 +4,7 @@ To the host's memory: read straight to its place. To a GPU: through pinned buffe
 reader, so that one is filled while the copy engine empties the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock, get_ident
 from typing import Any
 
@@ -16,7 +16,8 @@ from exactmoe.checkpoint.files import bytes_of
 # Bytes of one read. A reader of a GPU's weights holds two buffers of this size.
 PIECE_BYTES = 8 << 20
 
-Read = Callable[[memoryview], None]
+# Fills memory, one view after the other.
+Read = Callable[..., None]
 
 
 class Lane:
@@ -30,18 +31,20 @@ class Lane:
         self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._next = 0
 
-    def send(self, read: Read, target: Tensor, ready: Any) -> None:
-        """Fills `target`, uint8 of at most PIECE_BYTES, with what `read` gives; returns before the
-        copy has ended. ready: event after which the memory of the target may be written.
+    def send(self, read: Read, targets: Sequence[Tensor], ready: Any) -> None:
+        """Fills targets, uint8 of at most PIECE_BYTES together, with what one `read` gives; returns
+        before the copies have ended. ready: event after which the targets may be written.
         """
         buffer, emptied = self._buffers[self._next], self._emptied[self._next]
         self._next = 1 - self._next
         emptied.synchronize()
-        filled = buffer[: target.numel()]
+        filled = buffer[: sum(target.numel() for target in targets)]
         read(bytes_of(filled))
         self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
-            target.copy_(filled, non_blocking=True)
+            parts = filled.split([target.numel() for target in targets])
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part, non_blocking=True)
         emptied.record(self._stream)
 
     def drain(self) -> None:
@@ -56,16 +59,17 @@ class Lanes:
         self._lanes: dict[tuple[int, torch.device], Lane] = {}
         self._lock = Lock()
 
-    def send(self, read: Read, target: Tensor, ready: Any) -> None:
-        """Fills `target`, contiguous uint8, with what `read` gives."""
-        if target.device.type != "cuda":
-            read(bytes_of(target))
+    def send(self, read: Read, targets: Sequence[Tensor], ready: Any) -> None:
+        """Fills targets of one device, contiguous uint8, with what one `read` gives."""
+        device = targets[0].device
+        if device.type != "cuda":
+            read(*map(bytes_of, targets))
             return
-        key = (get_ident(), target.device)
-        with torch.cuda.device(target.device):
+        key = (get_ident(), device)
+        with torch.cuda.device(device):
             with self._lock:
-                lane = self._lanes.get(key) or self._lanes.setdefault(key, Lane(target.device))
-            lane.send(read, target, ready)
+                lane = self._lanes.get(key) or self._lanes.setdefault(key, Lane(device))
+            lane.send(read, targets, ready)
 
     def drain(self) -> None:
         """Waits until all that was sent is there."""

@@ -138,12 +138,10 @@ def _begin(
         what = f"{name} of layer {plan.spec.layer}, {count} experts"
         memory = allocate(shape, parameter.dtype, share.device, what)
         module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
-    begun = []
+    fields = {projection: storage.fields_of(module, projection) for projection in plan.experts}
     for projection, weight in plan.experts.items():
-        fields = storage.fields_of(module, projection)
-        _require_shapes(weight, fields, share)
-        begun.append(reader.begin(weight, share.experts, share.device, fields))
-    return begun
+        _require_shapes(weight, fields[projection], share)
+    return list(reader.begin(plan.experts, share.experts, share.device, fields).values())
 
 
 def _require_shapes(weight: WeightPlan, fields: Mapping[str, Tensor], share: Share) -> None:

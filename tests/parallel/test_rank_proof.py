@@ -77,3 +77,23 @@ def test_faults_are_found(pool):
         for first in said:
             assert first.startswith("ranks, ") or "y of rank" in first, first
             assert "None" not in first
+
+
+def told(ranks: Ranks) -> tuple[str, ...]:
+    """What rank 1 finds is told on all."""
+    from exactmoe.cli.over_ranks import is_first, others_failed
+    from exactmoe.proof import Report
+
+    settings = {"ranks": ranks}
+    assert is_first(settings) == (ranks.rank == 0) and is_first({})
+    report, y = Report("layer 3"), torch.zeros(2, 4)
+    report.compare("ranks", "as it is", y, y + (ranks.rank == 1))
+    assert others_failed({}, [report]) == ()
+    return others_failed(settings, [report])
+
+
+def test_what_another_rank_found(pool):
+    first, second, third = pool.run(told, 3)
+    assert first == third and second == ()
+    assert first[0].startswith("rank 1: layer 3: ranks (as it is)") and len(first) == 2
+    assert first[1] == "rank 1: layer 3: 2 rows differ"

@@ -20,12 +20,12 @@ def others_failed(settings: Mapping[str, Any], reports: Sequence[Report]) -> tup
     ranks = settings.get("ranks")
     if ranks is None:
         return ()
-    mine = [
-        f"{report.subject}: {line}"
-        for report in reports
-        if report.failed
-        for line in (*map(str, report.differences), *report.excesses, f"{report.mismatches} rows")
-    ]
+    mine = []
+    for report in reports:
+        found = [*map(str, report.differences), *report.excesses]
+        if report.failed:
+            found.append(f"{report.mismatches} rows differ")
+        mine += [f"{report.subject}: {line}" for line in found]
     return tuple(
         f"rank {rank}: {line}"
         for rank, lines in enumerate(ranks.objects(mine))

@@ -15,7 +15,7 @@ from exactmoe import env, ops
 from exactmoe.bank import ExactModule
 from exactmoe.config import Limits, checked_max_rows
 from exactmoe.errors import Unsupported
-from exactmoe.ops import DECODED, DEVICE, PACKED, Path, Storage
+from exactmoe.ops import DECODED, DEVICE, Path, Storage, gpu_storages
 from exactmoe.plan import Plan, architecture_of, backends
 from exactmoe.runtime import notes, workspace
 from exactmoe.runtime.devices import capturing, current
@@ -119,7 +119,7 @@ class Block(ExactModule):
     def workspace_bytes_on(self, device: torch.device, max_rows: int | None = None) -> int:
         """What of `workspace_bytes` is on one of the block's devices."""
         rows = max(self.max_rows if max_rows is None else max_rows, 1)
-        storages = _storages(self.device)
+        storages = _storages(self.device, self.plan().units)
         return max(total_bytes(self.regions_on(device, rows, s)) for s in storages)
 
     def reserve(self, max_rows: int) -> None:
@@ -216,10 +216,11 @@ class Block(ExactModule):
         self._reserve()
 
 
-def _storages(device: torch.device) -> tuple[Storage, ...]:
+def _storages(device: torch.device, a8_units: str) -> tuple[Storage, ...]:
     """Of all backends that a layer on this device may take from call to call."""
     if device.type == "cuda":
-        return (DEVICE, PACKED) if "cuda" in architecture_of(device).backends else (DEVICE,)
+        fast = "cuda" in architecture_of(device).backends
+        return gpu_storages(a8_units) if fast else (DEVICE,)
     return (DECODED, DEVICE) if "triton" in backends(device) else (DECODED,)
 
 

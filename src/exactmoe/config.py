@@ -108,6 +108,11 @@ class Numerics(_FromDict):
         else:
             _require_choice("numerics.slot with activation a8", self.slot, "f32")
 
+    @property
+    def a8_units(self) -> str:
+        """`units` of class `a8`; "" in `a16`, which has one kind."""
+        return self.units if self.activation == "a8" else ""
+
     @classmethod
     def preset(cls, name: str) -> Self:
         """The named class of the contract: "a16" or "a8"."""

@@ -13,12 +13,12 @@ import torch
 from exactmoe.bank.partition import Partition
 from exactmoe.bank.placing import fit
 from exactmoe.checkpoint.model_bytes import ModelBytes
-from exactmoe.config import Limits, Placement
+from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.dense import dense_regions
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.families import LayerSpec
 from exactmoe.layer import block_regions
-from exactmoe.ops import DEVICE, PACKED, Storage
+from exactmoe.ops import Storage, gpu_storages
 from exactmoe.parallel.cards import OWNER, Cards
 from exactmoe.parallel.placement import partition_of
 from exactmoe.routed import expert_regions
@@ -190,8 +190,12 @@ def workspace_bytes(
     return max(
         total_bytes(_regions(spec, rows, storage, partition, card, count))
         for spec in kinds.values()
-        for storage in (DEVICE, PACKED)
+        for storage in gpu_storages(_a8_units(spec))
     )
+
+
+def _a8_units(spec: LayerSpec) -> str:
+    return "" if spec.moe is None else Numerics.of(spec.moe.numerics).a8_units
 
 
 def _sizes(spec: LayerSpec) -> tuple[object, ...]:

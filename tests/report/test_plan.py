@@ -10,7 +10,7 @@ from exactmoe import Partition, Placement, load_layer
 from exactmoe.checkpoint.model_bytes import of_checkpoint, of_config, packed_bytes
 from exactmoe.errors import CheckpointError, ConfigError
 from exactmoe.fitting import Setting, _regions, plan_model, workspace_bytes
-from exactmoe.ops import DEVICE, PACKED
+from exactmoe.ops import DEVICE, PACKED, gpu_storages
 from exactmoe.report.plan import floors
 from exactmoe.runtime.sizes import parse_bytes, parse_rates
 from exactmoe.runtime.workspace import total_bytes
@@ -101,7 +101,7 @@ def test_the_workspace_is_what_layers_ask_for(monkeypatch, rows):
     """On a GPU a layer asks for the larger of the two storages there."""
     from exactmoe import block
 
-    monkeypatch.setattr(block, "_storages", lambda device: (DEVICE, PACKED))
+    monkeypatch.setattr(block, "_storages", lambda device, a8_units: gpu_storages(a8_units))
     for name in ("glm5_next", "deepseek_v4"):
         layers = [load_layer(DEMO / name, layer) for layer in (0, 1)]
         asked = max(layer.workspace_bytes(rows) for layer in layers)

@@ -13,8 +13,10 @@ from exactmoe.ops.path import (
     FRAGMENT,
     FRAGMENT_FP8,
     PACKED,
+    PACKED_A8,
     Path,
     Storage,
+    gpu_storages,
 )
 from exactmoe.ops.timed import timed
 
@@ -43,8 +45,10 @@ __all__ = [
     "FRAGMENT",
     "FRAGMENT_FP8",
     "PACKED",
+    "PACKED_A8",
     "Path",
     "Storage",
+    "gpu_storages",
     "path",
     "timed",
 ]

@@ -3,8 +3,6 @@ they take (ops/cuda/dense_mlp.py), and the portable ones for all else.
 Same bits as the Triton path there, as far as both run on the bf16 units.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.ops.cuda import dense_mlp, experts
 from exactmoe.ops.cuda.prepare import CudaWeight, prepare
-from exactmoe.ops.path import FRAGMENT_FP8, PACKED
+from exactmoe.ops.path import PACKED, PACKED_A8
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.ops.triton_path import TritonPath
 from exactmoe.runtime.routes import RouteTable
@@ -92,7 +90,7 @@ class CudaA8Path(CudaPath):
     """The same in class `a8`, each expert and projection on the units that its bytes allow."""
 
     name = "cuda_a8"
-    storage = replace(PACKED, layout=FRAGMENT_FP8, codes=torch.float8_e4m3fn, units="auto")
+    storage = PACKED_A8["auto"]
 
     def gate_up_quantized(
         self,
@@ -117,14 +115,14 @@ class CudaA8Bf16Path(CudaA8Path):
     """Class `a8`, all on the bf16 units."""
 
     name = "cuda_a8_bf16"
-    storage = replace(PACKED, codes=torch.float8_e4m3fn, units="bf16")
+    storage = PACKED_A8["bf16"]
 
 
 class CudaA8Fp8Path(CudaA8Path):
     """Class `a8`, all on the fp8 units."""
 
     name = "cuda_a8_fp8"
-    storage = replace(CudaA8Path.storage, units="fp8")
+    storage = PACKED_A8["fp8"]
 
     @staticmethod
     def prepare(  # type: ignore[override]

@@ -74,6 +74,17 @@ DEVICE = Storage(
 )
 # As the fast path of sm_90 reads routed experts.
 PACKED = replace(DEVICE, layout=FRAGMENT, packed=True)
+# The same in class a8, by Numerics.units.
+PACKED_A8 = {
+    "auto": replace(PACKED, layout=FRAGMENT_FP8, units="auto"),
+    "bf16": replace(PACKED, units="bf16"),
+    "fp8": replace(PACKED, layout=FRAGMENT_FP8, units="fp8"),
+}
+
+
+def gpu_storages(a8_units: str) -> tuple[Storage, ...]:
+    """Of the paths that a layer with these `Numerics.a8_units` may have on sm_90: portable, fast."""
+    return DEVICE, PACKED_A8[a8_units] if a8_units else PACKED
 
 
 class RouterWeights(Protocol):
@@ -206,7 +217,7 @@ class Path(Protocol):
 
     def dense_linear(self, x: Tensor, weight: Any, out: Tensor) -> None:
         """x [T, G, K] (values of bf16); a weight of G groups [G, N, K], in canonical order -> out
-        float32 [T, G, N].
+        float32 [T, G, N]; on a path that reads what is given also bfloat16, as `finish` rounds it.
         """
 
     def finish(self, dense: Tensor, y: Tensor) -> None:

@@ -169,8 +169,7 @@ def _chosen(call: _Call, asked: str, interpreted: bool) -> Plan:
         Rejected(name, obstacles[name] or _NOT_TAKEN[name]) for name in BACKENDS if name != taken
     )
     remarks = _remarks(call.numerics, device, taken)
-    units = call.numerics.units if call.numerics.activation == "a8" else ""
-    return Plan(taken, str(device), reason + remarks, rejected, units)
+    return Plan(taken, str(device), reason + remarks, rejected, call.numerics.a8_units)
 
 
 _NOT_TAKEN = {

@@ -18,8 +18,8 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
 __device__ __forceinline__ u16* place_of(void* out, const Item& item, const int* slots, u32 token,
                                          u32 eighth, u32 width) {
 #if GATE_UP
-    u64 piece = u64(item.group + token / 8) * (width / 64) + eighth / 8;
-    return static_cast<u16*>(out) + piece * 512 + token % 8 * 64 + (eighth % 8 ^ token % 8) * 8;
+    u64 half = (item.piece(width / CHUNK, eighth / 16) + token / 8) * 2 + eighth / 8 % 2;
+    return static_cast<u16*>(out) + half * 512 + token % 8 * 64 + (eighth % 8 ^ token % 8) * 8;
 #else
     return static_cast<u16*>(out) + u64(slots[item.first + token]) * width + eighth * 8;
 #endif

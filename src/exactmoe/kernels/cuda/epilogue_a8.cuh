@@ -58,7 +58,7 @@ __device__ __forceinline__ void finish_a8(const float (&sums)[TOKENS / 2], const
     }
     sync_threads(GROUP_BARRIER, 32 * WARPS);
     u32 thread = threadIdx.x, feature = warp * 8 + lane / 4;
-    u64 place = u64(item.group) * panels + item.block;
+    u64 place = item.piece(panels, item.block);
 #pragma unroll
     for (u32 i = 0; i < TOKENS / 4; i += 2) {
         u32 token = i / 2 * 8 + lane % 4 * 2;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void finish_a8(const float (&sums)[TOKENS / 2], const
             u32 largest;
             load_4(largest, mine + thread * 4);
             float scale = __uint_as_float(scale_exponent(largest) << 23);
-            h.scales[(place + u64(thread / 8) * panels) * 8 + thread % 8] =
+            h.scales[(place + thread / 8) * 8 + thread % 8] =
                 finite(largest) ? scale : 1.0f;
         }
         store_4(other + thread * 4, 0);  // for the next item
@@ -92,7 +92,7 @@ __device__ __forceinline__ void finish_a8(const float (&sums)[TOKENS / 2], const
     for (u32 piece = thread; piece < item.count * 8; piece += 32 * WARPS) {
         u32 token = piece / 8, row = token % 8, codes[4];
         load_16(codes, staging + piece * 16);
-        u64 eight = place + u64(token / 8) * panels;
+        u64 eight = place + token / 8;
         if (!DOWN_MIXED ? DOWN_FP8 : h.on_fp8[item.expert] != 0)
             store_16(h.codes + eight * 1024 + row * 128 + piece % 8 * 16, codes);
         else

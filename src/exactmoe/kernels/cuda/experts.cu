@@ -50,8 +50,7 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
     ring.codes = ring.x + STAGES * X_BYTES;
     ring.scales = ring.codes + STAGES * 2 * CODE_BYTES;
     ring.x_scales = ring.scales + STAGES * 2 * PANEL_SCALE_BYTES;
-    u32 tables = ring.x_scales + STAGES * X_SCALE_BYTES;
-    u32 staging = tables + (UNITS_FP8 ? TABLE_BYTES : 0);
+    u32 staging = ring.x_scales + STAGES * X_SCALE_BYTES;
     ring.full = staging + STAGING_BYTES;
     ring.empty = ring.full + 8 * STAGES;
     u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -64,7 +63,7 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
         barrier_init_fence();
     }
 #if UNITS_FP8
-    if (threadIdx.x < TABLE_BYTES / 8) write_table(threadIdx.x, tables + threadIdx.x * 8);
+    write_tables(threadIdx.x);
 #endif
 #if A8 && GATE_UP
     clear_amax(staging, threadIdx.x);
@@ -96,7 +95,7 @@ experts(const u8* first_codes, const u8* first_scales, const float* first_factor
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
         Lane in_ring{ring.codes + warp * 512 + lane * 16,
                      ring.scales + (warp * 8 + lane / 4) * SCALE_BYTES,
-                     ring.x_scales + lane % 4 * 8, tables, operand(ring.x, ROWS_BYTES)};
+                     ring.x_scales + lane % 4 * 8, ring.x};
 #if A8
         Passes passes(given, item.expert);
 #if UNITS_BF16

@@ -16,17 +16,24 @@ constexpr u32 PIECE_SCALE_BYTES = 8 * 4;         // of eight token rows in a sta
 constexpr u32 X_SCALE_BYTES = A8 ? TOKENS * 4 : 0;
 constexpr u32 MAX_EXPERTS = 1024;
 constexpr bool STAGED = TOKENS >= 24 && !A8;     // the epilogue goes through shared memory
-constexpr u32 TABLE_BYTES = 16 * 8;              // kernels/cuda/unpack_fp8.cuh
 constexpr u32 OUT_ROW = 80;                      // bytes of 32 results of a token, and padding
 constexpr u32 OUT_BYTES = STAGED ? 32 * OUT_ROW : 0;  // of a warpgroup: 32 tokens at a time
 // Of a8's gate_up: a code of 128 features a token, and two arrays of largest magnitudes.
 constexpr u32 STAGING_BYTES = A8 ? (GATE_UP ? TOKENS * (128 + 8) : 0) : WARPS / 4 * OUT_BYTES;
 
-// Up to TOKENS rows of one expert, and a block of its weight rows. `group` is the first row's place
-// in packed rows, in eights: those of expert e begin at offsets[e] / 8 + e, so that each expert's
-// begin a new eight and no sum over experts is needed.
+// Up to TOKENS rows of one expert, and a block of its weight rows; and where they are in packed rows.
 struct Item {
-    u32 expert, first, count, block, group;
+    u32 expert, first, count, block;
+    u32 base;    // first eight of the expert
+    u32 eights;  // of the expert
+    u32 eight;   // of the item's first row, in the expert
+
+    // Packed rows of k columns are pieces of eight rows x 128 of k. The eights of expert e begin at
+    // offsets[e] / 8 + e, so that each expert begins a new one and no sum over experts is needed.
+    // An expert's pieces lie chunk by chunk along k: those that a stage needs follow one another.
+    __device__ __forceinline__ u64 piece(u32 chunks, u32 chunk) const {
+        return u64(base) * chunks + u64(chunk) * eights + eight;
+    }
 };
 
 struct Work {
@@ -72,9 +79,9 @@ struct Work {
         passed = __ballot_sync(~0u, fine < experts && tiles_before[fine] <= tile);
         u32 expert = fine - lane + __popc(passed) - 1;
         u32 begin = (tile - tiles_before[expert]) * TOKENS, first = offsets[expert];
-        u32 left = offsets[expert + 1] - first - begin;
+        u32 rows = offsets[expert + 1] - first, left = rows - begin;
         return {expert, first + begin, left < TOKENS ? left : TOKENS, item % blocks,
-                first / 8 + expert + begin / 8};
+                first / 8 + expert, (rows + 7) / 8, begin / 8};
     }
 };
 

@@ -23,8 +23,7 @@ struct Ring {
 struct Lane {
     u32 codes, scales;  // of its row of the first panel
     u32 x_scales;       // of its first two tokens
-    u32 tables;         // of all lanes and stages: unpack_fp8.cuh
-    u64 rows;           // token rows, as wgmma describes them
+    u32 rows;           // token rows
 };
 
 // Units of a pass over an item's weights. An expert whose projections differ takes both passes.
@@ -53,8 +52,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& given, const Ring& ri
 #pragma unroll 1
     for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
         Item item = work.find(given.num_experts, index, blocks);
-        u32 eights = GATHER ? 0 : (item.count + 7) / 8, eight = A8 ? lane % 8 : lane;
-        u64 first_piece = u64(item.group + eight) * chunks;
+        u32 eights = GATHER ? 0 : (item.count + 7) / 8;
         // Lanes 0 ... 3 copy codes and scales of both panels.
         bool codes = lane < 2, second = lane % 2;
         u32 panel = GATE_UP ? item.block : 2 * item.block + second;
@@ -71,7 +69,6 @@ __device__ __forceinline__ void fill_ring(const Arguments& given, const Ring& ri
         for (u32 pass = passes.first; pass <= passes.last; ++pass) {
             u32 rows_bytes = UNITS_FP8 && (!MIXED || pass == FP8_PASS) ? FP8_ROWS_BYTES : ROWS_BYTES;
             const u8* rows = A8 && UNITS_BF16 && (!MIXED || pass == BF16_PASS) ? given.wide_x : given.x;
-            rows += first_piece * rows_bytes;
             u32 expected = WEIGHT_BYTES + eights * (rows_bytes + (A8 ? PIECE_SCALE_BYTES : 0));
             auto fill_weights = [&](u32 chunk, u32 stage) {
                 if (lane == 0) barrier_arrive_expect(ring.full + 8 * stage, expected);
@@ -80,13 +77,13 @@ __device__ __forceinline__ void fill_ring(const Arguments& given, const Ring& ri
                               ring.full + 8 * stage);
             };
             auto fill_rows = [&](u32 chunk, u32 stage) {
-                if (lane < eights)
-                    copy_bulk(ring.x + stage * X_BYTES + lane * ROWS_BYTES, rows + chunk * rows_bytes,
-                              rows_bytes, ring.full + 8 * stage);
-                if (A8 && lane / 8 == 1 && eight < eights)
-                    copy_bulk(ring.x_scales + stage * X_SCALE_BYTES + eight * PIECE_SCALE_BYTES,
-                              given.x_scales + (first_piece + chunk) * 8, PIECE_SCALE_BYTES,
-                              ring.full + 8 * stage);
+                u64 piece = item.piece(chunks, chunk);
+                if (!GATHER && lane == 4)
+                    copy_bulk(ring.x + stage * X_BYTES, rows + piece * rows_bytes,
+                              eights * rows_bytes, ring.full + 8 * stage);
+                if (!GATHER && A8 && lane == 5)
+                    copy_bulk(ring.x_scales + stage * X_SCALE_BYTES, given.x_scales + piece * 8,
+                              eights * PIECE_SCALE_BYTES, ring.full + 8 * stage);
             };
             u32 chunk = 0;
             if (!waited) {

@@ -23,10 +23,11 @@ struct Multiply {
             second_scale.load(scales_from + PANEL_SCALE_BYTES);
         };
         bool elected = threadIdx.x % 32 == 0;
+        u64 first_rows = operand(lane.rows, ROWS_BYTES);
         if (N < 64) fetch();
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
-            u64 rows = lane.rows + place.stage * (X_BYTES / 16);
+            u64 rows = first_rows + place.stage * (X_BYTES / 16);
             u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);
             if (N >= 64) fetch();
 #pragma unroll

@@ -13,50 +13,114 @@ struct Multiply {
         : ring(ring), lane(lane), chunks(chunks), first_offset(Operands::offset(first_factor)),
           second_offset(Operands::offset(second_factor)) {}
 
-    // sums [64, N] of the first N token columns, along all of k.
+    // What a finished chain is multiplied by.
     template <int N>
-    __device__ __forceinline__ void run(float (&sums)[TOKENS / 2], Place& place) const {
-        constexpr bool AHEAD = N < 64;  // the next stage's weights are loaded while wgmmas run
-        Operands weights;
-        auto fetch = [&]() {
-            barrier_wait(ring.full + 8 * place.stage, place.parity);
-            weights.load(lane.codes + place.stage * 2 * CODE_BYTES,
-                         lane.scales + place.stage * 2 * PANEL_SCALE_BYTES);
-        };
-        bool elected = threadIdx.x % 32 == 0;
-        if (AHEAD) fetch();
-#pragma unroll 1
-        for (u32 left = chunks; left > 0; --left) {
-            if (!AHEAD) fetch();
-            float chain[TOKENS / 2];
-            weights.template multiply<N>(chain, lane.rows + place.stage * (X_BYTES / 16),
-                                         lane.tables, first_offset, second_offset);
-            float first_factor, second_factor;
-            weights.factors(first_factor, second_factor, first_offset, second_offset);
-            u32 scales_from = lane.x_scales + place.stage * X_SCALE_BYTES;
-            u32 done = ring.empty + 8 * place.stage;
-            place.next();
-            if (AHEAD && left > 1) fetch();
-            u32 token[N / 8][2];
+    struct Factors {
+        float first, second;  // of the two weight rows
+        u32 tokens[N / 8][2];
+    };
+
+    __device__ __forceinline__ void fetch(Operands& weights, const Place& place) const {
+        barrier_wait(ring.full + 8 * place.stage, place.parity);
+        weights.load(lane.codes + place.stage * 2 * CODE_BYTES,
+                     lane.scales + place.stage * 2 * PANEL_SCALE_BYTES);
+    }
+
+    // The chain of eight tokens.
+    __device__ __forceinline__ void add_eight(float (&sums)[TOKENS / 2],
+                                              const float (&chain)[TOKENS / 2], int eight,
+                                              float first, float second,
+                                              const u32 (&tokens)[2]) const {
 #pragma unroll
-            for (int i = 0; i < N / 8; ++i) load_8(token[i], scales_from + i * 32);
-            wgmma_wait<0>();
-#pragma unroll
-            for (int i = 0; i < N / 8; ++i) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    float scale = __uint_as_float(token[i][j]);
-                    float& first = sums[4 * i + j];
-                    float& second = sums[4 * i + 2 + j];
-                    float of_first = __fmaf_rn(chain[4 * i + j], __fmul_rn(first_factor, scale), first);
-                    float of_second =
-                        __fmaf_rn(chain[4 * i + 2 + j], __fmul_rn(second_factor, scale), second);
-                    first = !MIXED || first_counts ? of_first : first;
-                    second = !MIXED || second_counts ? of_second : second;
-                }
-            }
-            if (elected) barrier_arrive(done);
+        for (int j = 0; j < 4; ++j) {
+            int i = 4 * eight + j;
+            float factor = __fmul_rn(j < 2 ? first : second, __uint_as_float(tokens[j % 2]));
+            float sum = __fmaf_rn(chain[i], factor, sums[i]);
+            sums[i] = !MIXED || (j < 2 ? first_counts : second_counts) ? sum : sums[i];
         }
     }
 
+    template <int N>
+    __device__ __forceinline__ void add(float (&sums)[TOKENS / 2], const float (&chain)[TOKENS / 2],
+                                        const Factors<N>& by) const {
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i)
+            add_eight(sums, chain, i, by.first, by.second, by.tokens[i]);
+    }
+
+    template <int N>
+    __device__ __forceinline__ void factors(Factors<N>& found, const Operands& weights,
+                                            u32 stage) const {
+        weights.factors(found.first, found.second, first_offset, second_offset);
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i)
+            load_8(found.tokens[i], lane.x_scales + stage * X_SCALE_BYTES + i * 32);
+    }
+
+    // sums [64, N] of the first N token columns, along all of k. N <= TOKENS is a multiple of 8 that
+    // holds the item's tokens: wgmma gives a column the same bits for every N.
+    template <int N>
+    __device__ __forceinline__ void run(float (&sums)[TOKENS / 2], Place& place) const {
+        if constexpr (TOKENS <= 16) run_ahead<N>(sums, place);
+        else run_in_turn<N>(sums, place);
+    }
+
+    // A stage's last instructions run on while the next stage's first operands are made.
+    template <int N>
+    __device__ __forceinline__ void run_ahead(float (&sums)[TOKENS / 2], Place& place) const {
+        u64 first_rows = operand(lane.rows, Operands::ROWS);
+        bool elected = threadIdx.x % 32 == 0;
+        float chain[TOKENS / 2];
+        Factors<N> by{};  // zeros: the chain before the first adds nothing
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) chain[i] = 0.0f;
+        Operands weights;
+        fetch(weights, place);
+#pragma unroll 1
+        for (u32 left = chunks; left > 0; --left) {
+            u64 rows = first_rows + place.stage * (X_BYTES / 16);
+            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, [&]() {
+                wgmma_wait<0>();
+                add<N>(sums, chain, by);
+                if (left < chunks && elected) barrier_arrive(ring.empty + 8 * place.last());
+            });
+            factors<N>(by, weights, place.stage);
+            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, [&]() {
+                place.next();
+                if (left > 1) fetch(weights, place);
+            });
+        }
+        wgmma_wait<0>();
+        add<N>(sums, chain, by);
+        if (elected) barrier_arrive(ring.empty + 8 * place.last());
+    }
+
+    template <int N>
+    __device__ __forceinline__ void run_in_turn(float (&sums)[TOKENS / 2], Place& place) const {
+        u64 first_rows = operand(lane.rows, Operands::ROWS);
+        bool elected = threadIdx.x % 32 == 0;
+        // A chain begins at +0 by its first instruction; without a value here, the compiler lets no
+        // two instructions of it overlap.
+        float chain[TOKENS / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) chain[i] = 0.0f;
+#pragma unroll 1
+        for (u32 left = chunks; left > 0; --left, place.next()) {
+            Operands weights;
+            fetch(weights, place);
+            u64 rows = first_rows + place.stage * (X_BYTES / 16);
+            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset);
+            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, []() {});
+            float first, second;
+            weights.factors(first, second, first_offset, second_offset);
+            wgmma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < N / 8; ++i) {
+                u32 tokens[2];
+                load_8(tokens, lane.x_scales + place.stage * X_SCALE_BYTES + i * 32);
+                add_eight(sums, chain, i, first, second, tokens);
+            }
+            if (elected) barrier_arrive(ring.empty + 8 * place.stage);
+        }
+    }
 };

@@ -5,6 +5,7 @@
 struct Fp8Operands {
     u32 first[4], second[4];
     Tables first_tables, second_tables;
+    static constexpr u32 ROWS = FP8_ROWS_BYTES;  // bytes of eight token rows
 
     // Tables hold code x 2^(s - 8), s of the largest block of a piece is 14; MXFP4's factor is 2^p.
     static __device__ __forceinline__ u32 offset(float factor) {
@@ -24,34 +25,43 @@ struct Fp8Operands {
         of_second = second_tables.factor(second_offset);
     }
 
-    static __device__ __forceinline__ void unpack(u32 word, const Tables& scales, int step, u32 tables,
-                                                  u32& a, u32& b) {
+    static __device__ __forceinline__ void of_word(u32 word, const Tables& scales, int step,
+                                                   u32& a, u32& b) {
         u32 low[2];
 #if FORMAT_NVFP4  // blocks of 16: registers a and b have a scale each
         u32 high[2];
-        load_8(low, tables + scales.of(2 * step));
-        load_8(high, tables + scales.of(2 * step + 1));
+        scales.table(2 * step, low);
+        scales.table(2 * step + 1, high);
         unpack_fp8(word, low, high, a, b);
 #else
-        load_8(low, tables + scales.of(step));
+        scales.table(step, low);
         unpack_fp8(word, low, low, a, b);
 #endif
     }
 
-    template <int N>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 tables, u32,
-                                             u32) const {
-        u32 a[4][4];
+    template <int N, int HALF>
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32, u32) const {
+        multiply<N, HALF>(chain, rows, 0, 0, []() {});
+    }
+
+    // Half of a stage; `meanwhile` runs when its registers are made.
+    template <int N, int HALF, class Meanwhile>
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32, u32,
+                                             Meanwhile meanwhile) const {
+        u32 a[2][4];
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            unpack(first[step], first_tables, step, tables, a[step][0], a[step][2]);
-            unpack(second[step], second_tables, step, tables, a[step][1], a[step][3]);
+        for (int i = 0; i < 2; ++i) {
+            int step = 2 * HALF + i;
+            of_word(first[step], first_tables, step, a[i][0], a[i][2]);
+            of_word(second[step], second_tables, step, a[i][1], a[i][3]);
         }
+        meanwhile();
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
-            wgmma_fp8<N>(chain, a[step], rows + step * 2, step > 0);
+        for (int i = 0; i < 2; ++i)
+            wgmma_fp8<N>(chain, a[i], rows + (2 * HALF + i) * 2, HALF + i > 0);
         wgmma_commit();
+        if (HALF == 1) wgmma_wait<1>();
     }
 };
 #endif
@@ -60,6 +70,7 @@ struct Fp8Operands {
 struct Bf16Operands {
     u32 first[4], second[4];
     Scales first_scale, second_scale;
+    static constexpr u32 ROWS = ROWS_BYTES;
 
     static __device__ __forceinline__ u32 offset(float factor) { return bf16_offset(factor); }
 
@@ -75,17 +86,24 @@ struct Bf16Operands {
         of_first = of_second = 256.0f;
     }
 
-    template <int N>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32,
-                                             u32 first_offset, u32 second_offset) const {
+    template <int N, int HALF>
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 first_offset,
+                                             u32 second_offset) const {
+        multiply<N, HALF>(chain, rows, first_offset, second_offset, []() {});
+    }
+
+    template <int N, int HALF, class Meanwhile>
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 first_offset,
+                                             u32 second_offset, Meanwhile meanwhile) const {
         constexpr int GROUP = N >= 32 ? 2 : 4;  // steps of 16 along k in one wgmma group
 #pragma unroll
-        for (int begin = 0; begin < 8; begin += GROUP) {
+        for (int begin = 4 * HALF; begin < 4 * HALF + 4; begin += GROUP) {
             u32 a[GROUP][4];
 #pragma unroll
             for (int pair = 0; pair < GROUP / 2; ++pair)
                 operands_of_pair(first, second, first_scale, second_scale, begin + 2 * pair,
                                  first_offset, second_offset, a[2 * pair], a[2 * pair + 1]);
+            if (begin + GROUP == 4 * HALF + 4) meanwhile();
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
@@ -94,7 +112,7 @@ struct Bf16Operands {
                                step > 0);
             }
             wgmma_commit();
-            if (begin + GROUP < 8) wgmma_wait<1>();
+            wgmma_wait<1>();
         }
     }
 };

@@ -16,18 +16,19 @@ pack(const int* offsets, const int* slots, const u8* codes, const float* scales,
         to_fp8 = on_fp8[expert] || also_on_fp8[expert];
         to_bf16 = !on_fp8[expert] || !also_on_fp8[expert];
     }
+    u32 eights = (end - begin + 7) / 8;
     for (u32 position = begin + blockIdx.y; position < end; position += gridDim.y) {
         u32 row = (position - begin) % 8, token = slots[position] / top_k;
-        u64 eight = u64(begin / 8 + expert + (position - begin) / 8) * pieces;
+        u64 eight = u64(begin / 8 + expert) * pieces + (position - begin) / 8;
         const u8* source = codes + u64(token) * k;
         for (u32 part = threadIdx.x; part < k / 16; part += 256) {
             uint4 values = *reinterpret_cast<const uint4*>(source + part * 16);
             u32 words[4] = {values.x, values.y, values.z, values.w}, p = part % 8;
-            u64 piece = eight + part / 8;
+            u64 piece = eight + u64(part / 8) * eights;
             if (to_fp8) store_16(packed + piece * 1024 + row * 128 + (p ^ row) * 16, words);
             if (to_bf16) store_wide(wide + piece * 2048, row, p, words);
         }
         for (u32 piece = threadIdx.x; piece < pieces; piece += 256)
-            packed_scales[(eight + piece) * 8 + row] = scales[u64(token) * pieces + piece];
+            packed_scales[(eight + u64(piece) * eights) * 8 + row] = scales[u64(token) * pieces + piece];
     }
 }

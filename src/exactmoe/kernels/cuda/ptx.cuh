@@ -104,6 +104,12 @@ __device__ __forceinline__ void store_16(void* target, const u32 (&words)[4]) {
                  : "memory");
 }
 
+__device__ __forceinline__ void store_16(u32 address, const u32 (&words)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_8(u32 address, const u32 (&words)[2]) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1])
                  : "memory");

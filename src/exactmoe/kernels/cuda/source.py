@@ -33,7 +33,6 @@ THREADS = 640
 _SHARED_BYTES = 232448 - 8704
 _PANEL_BYTES = {"nvfp4": 8192 + 1024, "mxfp4": 8192 + 512}
 _STAGING_BYTES = 4 * 32 * 80
-_TABLE_BYTES = 128
 _BARRIER_BYTES = 256
 _ALIGNMENT = 1024
 _MOST_STAGES = 12
@@ -72,7 +71,7 @@ class Variant:
     @property
     def _fixed_bytes(self) -> int:
         if self._a8:
-            staging = _TABLE_BYTES + (self.tokens * 136 if self.op == "gate_up" else 0)
+            staging = self.tokens * 136 if self.op == "gate_up" else 0
         else:
             staging = _STAGING_BYTES if self.tokens >= 24 else 0
         return staging + _BARRIER_BYTES + _ALIGNMENT

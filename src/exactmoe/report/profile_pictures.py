@@ -47,7 +47,7 @@ def steps(rows: Sequence[Row], graphs: Sequence[GraphRow]) -> bytes:
     left.set_xlabel(f"all MLP layers of one call, {unit}")
     right.set_xlabel("share of the time, %")
     right.set_xlim(0, 100)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=8)
+    _legend(figure, *left.get_legend_handles_labels())
     return png(figure)
 
 
@@ -79,7 +79,7 @@ def layers(rows: Sequence[Row]) -> bytes:
     }
     order = [name for name in (*NAMES, "rest") if name in named]
     handles = [named[name] for name in order]
-    figure.legend(handles, order, loc="outside upper center", ncols=8)
+    _legend(figure, handles, order)
     return png(figure)
 
 
@@ -102,6 +102,13 @@ def _bars(panel: Any, places: Any, stacks: Sequence[Mapping[str, float]], unit: 
         panel.barh(places, values, 0.7, begin, color=_color(name), label=name)
         begin += values
     panel.grid(axis="x", alpha=0.25)
+
+
+def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
+    """Above the panels, in one row of up to nine, else in two."""
+    columns_of_it = len(names) if len(names) <= 9 else -(-len(names) // 2)
+    where = {"loc": "outside upper center", "ncols": columns_of_it}
+    figure.legend(handles, names, fontsize=9, columnspacing=1.2, **where)
 
 
 def _scale(most_us: float) -> tuple[float, str]:

@@ -48,6 +48,7 @@ def test_generate_over_three_ranks_is_the_text_of_one_process():
     assert "3 ranks, even over 3" in found["explain"]["1"]["cards"][0]
 
 
+@pytest.mark.slow
 def test_a_command_that_knows_no_ranks():
     done = torchrun(2, "routes", str(DEMO / "glm5_next"), "--text", str(Path(__file__)))
     assert done.returncode != 0

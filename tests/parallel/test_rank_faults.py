@@ -270,6 +270,7 @@ def merged(ranks: Ranks) -> str:
     return "nothing was said"
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_are_named():
     found = on_ranks(lost_ranks, 3)
     assert found[1] is None

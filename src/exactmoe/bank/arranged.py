@@ -76,7 +76,7 @@ class ArrangedModule(ExactModule):
 
     def _prepared_one(self, name: str, path: Path) -> Any:
         fp8 = self._fp8.get(name)
-        prepare: Callable[[PackedWeight], Any] = path.prepare
+        prepare: Callable[..., Any] = path.prepare
         if fp8 is not None:  # only paths that read this order are given it
             prepare = partial(prepare, fp8=fp8)
         return self.prepared(name, path.name, prepare)

@@ -9,9 +9,20 @@ import logging
 import pytest
 import torch
 
-from exactmoe import DenseMLP, Limits, MoELayer, Numerics, Router, RouterConfig, ops
+from exactmoe import (
+    DenseLinear,
+    DenseMLP,
+    Limits,
+    MoELayer,
+    Numerics,
+    PackedWeight,
+    Router,
+    RouterConfig,
+    ops,
+)
 from exactmoe.block import Space
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.formats.scales import encode_e4m3
 from exactmoe.runtime import notes
 from exactmoe.runtime.workspace import arena
 from layers import (
@@ -191,6 +202,19 @@ def test_a_dense_mlp(rng):
     x = normal(rng, 3, 128)
     found, expected = (DenseMLP(*weights, backend=b, output="f32")(x) for b in ("triton", "cpu"))
     assert relative_l2(found, expected.double()) < 2.0**-9
+
+
+@pytest.mark.parametrize("output", ["bf16", "f32"])
+def test_a_linear_layer(output, rng):
+    """Pieces, groups, rows that do not lie side by side; by bytes, as these sums are exact."""
+    codes = encode_e4m3(torch.randint(-8, 9, (2, 48, 160), generator=rng).float())
+    weight = PackedWeight("fp8", codes, torch.rand(2, 1, 2, generator=rng) + 0.5)
+    x = torch.randint(-2, 3, (7, 2 * 2 * 160), generator=rng).bfloat16()[:, ::2]
+    limits = Limits(max_rows=3)
+    found, expected = (
+        DenseLinear(weight, limits, backend=b, output=output)(x) for b in ("triton", "cpu")
+    )
+    assert_same_bits(found, expected)
 
 
 def test_a_tile_is_checked_against_the_path_of_the_layer(rng, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from dense_loops import projected
 from exactmoe import DenseLinear, DenseMLP, Limits, PackedWeight
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.ops import DECODED, DEVICE
 from layers import BACKENDS, assert_same_bits, normal, relative_l2, true_values
 from paths import FORMATS, one_expert, random_weight
 
@@ -129,9 +130,13 @@ def test_it_says_what_it_is(rng):
     assert layer.workspace_bytes(5) > layer.workspace_bytes(1)
 
 
-def test_workspace_holds_x_and_the_sums(rng):
+def test_workspace_holds_x_and_the_sums():
     layer = DenseLinear(PackedWeight("bf16", torch.zeros(2, 16, 64).bfloat16()))
     assert layer.workspace_bytes(4) == 4 * (2 * 64 + 2 * 16) * 4
+    names = [[region.name for region in layer.regions(4, s)] for s in (DECODED, DEVICE)]
+    assert names == [["x", "linear_out"], ["x"]]
+    wide = DenseLinear(layer.weight, output="f32")
+    assert [region.name for region in wide.regions(4, DEVICE)] == ["x", "linear_out"]
 
 
 def test_torch_compile(rng):

@@ -83,10 +83,14 @@ class DenseLinear(Block):
         return choose(self.numerics, self.device, self.backend)
 
     def regions(self, rows: int, storage: Storage) -> list[Region]:
-        return [
-            Region("x", (rows, self.in_features), storage.x),
-            Region("linear_out", (rows, self.out_features), torch.float32),
-        ]
+        x = Region("x", (rows, self.in_features), storage.x)
+        if self._rounds(storage):
+            return [x]
+        return [x, Region("linear_out", (rows, self.out_features), torch.float32)]
+
+    def _rounds(self, storage: Storage) -> bool:
+        """Whether the op writes y itself: the wide layers of attention would need much scratch."""
+        return storage.reads_given and self.numerics.output == "bf16"
 
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
@@ -115,13 +119,15 @@ class DenseLinear(Block):
         groups, rows, columns = self._sizes
 
         def compute(space: Space, piece: slice) -> None:
-            count = y[piece].shape[0]
+            path, target = space.path, y[piece]
+            count, rounds = target.shape[0], self._rounds(path.storage)
             say_first(space, self._kind, count, lambda: self._first_line(count))
-            dense = space.rows("linear_out", count)
+            dense = target if rounds else space.rows("linear_out", count)
             values = space.staged(x[piece]).view(count, groups, columns)
-            weight = self.prepared("weight", space.path.name, space.path.prepare)
-            space.path.dense_linear(values, weight, dense.view(count, groups, rows))
-            space.path.finish(dense, y[piece])
+            weight = self.prepared("weight", path.name, path.prepare)
+            path.dense_linear(values, weight, dense.view(count, groups, rows))
+            if not rounds:
+                path.finish(dense, target)
 
         self._in_pieces(x.shape[0], compute)
         return y

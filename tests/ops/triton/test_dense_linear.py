@@ -14,10 +14,11 @@ from triton_device import DEVICE
 from triton_experts import FORMATS, SENTINEL, TILE, exact_weight, on_device
 
 
-def run(x, weight, tile=TILE):
-    """x bfloat16 [T, G, K] -> float32 [T, G, N] of the Triton path, into a part of a larger one."""
+def run(x, weight, tile=TILE, dtype=torch.float32):
+    """x bfloat16 [T, G, K] -> [T, G, N] of the Triton path, into a part of a larger one."""
     tokens, groups, _ = x.shape
-    wide = torch.full((tokens, groups, weight.rows + 3), SENTINEL, device=DEVICE)
+    shape = (tokens, groups, weight.rows + 3)
+    wide = torch.full(shape, SENTINEL, dtype=dtype, device=DEVICE)
     out = wide[..., : weight.rows]
     prepared = prepare(on_device(weight))
     dense_linear.launch(x.to(DEVICE), prepared, out, tile, architecture(out.device)).run()
@@ -30,8 +31,11 @@ def integers(rng, *shape):
 
 
 def compare(x, weight, tile=TILE):
+    """float32, and bfloat16 that is rounded once."""
     expected = reference.dense_linear(x, weight)
     assert_same_bits(run(x, weight, tile) + 0.0, expected)
+    rounded = reference.finish(expected, None, "bf16")
+    assert_same_bits(run(x, weight, tile, torch.bfloat16), rounded)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -72,3 +76,20 @@ def test_groups_count_as_programs():
         x = torch.empty(1, groups, 4096, **meta)
         out = torch.empty(1, groups, 1024, device="meta")
         assert dense_linear.launch(x, weight, out, tile, "sm_90").grid == grid
+
+
+def test_nan_and_minus_zero():
+    """One NaN for all; a negative sum that a factor takes below float32 is +0, as in `finish`."""
+    codes = torch.zeros(1, 2, 8, dtype=torch.uint8)
+    codes[0, 0, 0], codes[0, 1, 0] = 0x0A, 0x02  # -1, 1
+    scales = torch.full((1, 2, 1), 0x38, dtype=torch.uint8)
+    weight = PackedWeight("nvfp4", codes, scales, torch.tensor([2.0**-100]))
+    x = torch.zeros(3, 1, 16)
+    x[0, 0, 0], x[1, 0, 0], x[2, 0, 0] = 2.0**-60, float("nan"), 2.0**90
+    found = run(x.bfloat16(), weight, dtype=torch.bfloat16).view(torch.int16)[:, 0]
+    assert found[0].tolist() == [0, 0]
+    assert found[1].tolist() == [0x7FC0] * 2
+    assert (
+        found[2].tolist()
+        == torch.tensor([-(2.0**-10), 2.0**-10]).bfloat16().view(torch.int16).tolist()
+    )

@@ -1,6 +1,6 @@
 """dense_linear: the tile of down.py over one linear layer, whose groups have inputs of their own.
 
-x bfloat16 [T, G, K]; out float32 [T, G, N]. k is cut into segments.
+x bfloat16 [T, G, K]; out float32 [T, G, N], or (ROUND) bfloat16 bits. k is cut into segments.
 """
 
 import triton
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from exactmoe.kernels.triton.dense_mlp import find_dense_tile
 from exactmoe.kernels.triton.down import down_tile
-from exactmoe.kernels.triton.functions import canonical
+from exactmoe.kernels.triton.functions import canonical, round_bf16
 
 
 @triton.jit
@@ -22,6 +22,7 @@ def dense_linear(
     SEGMENT: tl.constexpr,
     FORMAT: tl.constexpr,
     DIVIDE: tl.constexpr,
+    ROUND: tl.constexpr,
     GROUP: tl.constexpr,
     PIN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -38,4 +39,8 @@ def dense_linear(
         FORMAT, False, DIVIDE, PIN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     pointers = out[0] + group * out[2] + token[None, :] * out[1] + row[:, None]
-    tl.store(pointers, canonical(result), mask=row_mask[:, None] & token_mask[None, :])
+    mask = row_mask[:, None] & token_mask[None, :]
+    if ROUND:
+        tl.store(pointers, round_bf16(result + 0.0), mask=mask)  # no -0, as in finish.py
+    else:
+        tl.store(pointers, canonical(result), mask=mask)

@@ -1,5 +1,6 @@
 """dense_linear: a linear layer of packed weights."""
 
+import torch
 from torch import Tensor
 
 from exactmoe.kernels.triton.dense_linear import dense_linear as kernel
@@ -10,7 +11,8 @@ from exactmoe.plan.tiles import Tile, tile
 
 
 def dense_linear(x: Tensor, weight: TritonWeight, out: Tensor, backend: str) -> None:
-    """x bfloat16 [T, G, K] -> out float32 [T, G, N] before its rounding.
+    """x bfloat16 [T, G, K] -> out float32 [T, G, N] before its rounding, or bfloat16 as `finish`
+    rounds it.
 
     backend: whose tiles it takes, as in dense_mlp.
     """
@@ -21,13 +23,14 @@ def dense_linear(x: Tensor, weight: TritonWeight, out: Tensor, backend: str) -> 
 
 def launch(x: Tensor, weight: TritonWeight, out: Tensor, tile: Tile, architecture: str) -> Launch:
     """The launch with a given tile of the dense parts."""
+    rounded = out.dtype == torch.bfloat16
     arguments = {
         "x": (x, x.stride(0), x.stride(1)),
         "weight": weight.arguments,
-        "out": (out, out.stride(0), out.stride(1)),
+        "out": (out.view(torch.int16) if rounded else out, out.stride(0), out.stride(1)),
         "num_tokens": x.shape[0],
         "rows": weight.weight.rows,
     }
-    constants = {"DIVIDE": weight.divide}
+    constants = {"DIVIDE": weight.divide, "ROUND": rounded}
     cut = fitted(tile, weight, 1, x.shape[0])
     return dense_launch(kernel, weight, arguments, constants, cut, architecture)

@@ -138,7 +138,8 @@ REFUSED = [
     (["--grace", "-1"], "grace is -1.0; allowed: from 0 seconds"),
     (["--api-key", " "], "--api-key is empty"),
     (["--numerics", "a4"], "--numerics is 'a4'; allowed: a16, a8"),
-    (["--cards", "gpu"], "gpu"),
+    (["--cards", "gpu"], "card is 'gpu'; allowed: a device name"),
+    (["--cards", "cpu:0,cuda:9"], "card is 'c"),
 ]
 
 

@@ -14,7 +14,9 @@ import typer
 from exactmoe import env
 from exactmoe.cli import INTERRUPTED, options
 from exactmoe.cli.output import open_checkpoint, print_json_line, status
+from exactmoe.config import Placement
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.parallel.placement import devices_of
 from exactmoe.proof.machine import fingerprint as machine_facts
 from exactmoe.proof.machine import package_version
 from exactmoe.serve.limits import ServeLimits, token_limits
@@ -86,8 +88,9 @@ class Serving:
 
 
 def command(path: options.Path, running: options.Running, serving: Serving) -> None:
-    """Serve completions and chats over HTTP, as OpenAI's clients ask for them, one at a time."""
+    """Serve completions and chats over HTTP, one request at a time."""
     settings, key = running.settings(), serving.key()
+    device = devices_of(Placement(cards=settings["cards"]))[0]
     _require_packages()
     # The web packages take a while to import.
     from exactmoe.serve.server import Server, bind, run, url_of
@@ -108,7 +111,7 @@ def command(path: options.Path, running: options.Running, serving: Serving) -> N
             limits=limits,
             chunk=serving.chunk,
             key=key,
-            machine=_machine(settings["cards"][0]),
+            machine=_machine(device),
         )
         with status(not running.json) as say:
             say(f"loading {path}")
@@ -130,11 +133,8 @@ def _require_packages() -> None:
         )
 
 
-def _machine(card: str) -> dict[str, Any]:
-    return {
-        **machine_facts(torch.device(card)),
-        "transformers": package_version("transformers"),
-    }
+def _machine(device: torch.device) -> dict[str, Any]:
+    return {**machine_facts(device), "transformers": package_version("transformers")}
 
 
 def _announce(service: Any, url: str, as_json: bool) -> None:

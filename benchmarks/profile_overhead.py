@@ -4,8 +4,9 @@
     python benchmarks/profile_overhead.py --device cuda          # GLM's block on a card
 
 Off is measured twice, in turn with on: the difference of the two is what this machine cannot tell
-apart. Times are medians of runs of back-to-back calls, the device waited for at the end of a run;
-on a card, of replays of a captured call as well. Bits are compared.
+apart. Times are medians of runs of back-to-back calls: on a card by the clock, the card waited for
+at the end of a run, and of replays of a captured call as well; on a CPU the CPU time of the
+process, so that other programs do not count (one thread: EXACTMOE_THREADS=1). Bits are compared.
 """
 
 import argparse
@@ -46,12 +47,13 @@ def wait(device: torch.device) -> None:
 
 def run(call: Callable[[], object], device: torch.device) -> float:
     """Microseconds of a call, of a run of them."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     wait(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(BACK_TO_BACK):
         call()
     wait(device)
-    return 1e6 * (time.perf_counter() - start) / BACK_TO_BACK
+    return 1e6 * (clock() - start) / BACK_TO_BACK
 
 
 def measured(layer: MoELayer, call: Callable[[], object], rounds: int) -> tuple[float, ...]:
@@ -100,8 +102,9 @@ def main() -> None:
     layer, hidden = build(name, device)
     machine = fingerprint(device)
     print(f"{machine.get('card', machine['cpu'])}, torch {machine['torch']}, shape {name}")
-    check = timeit.timeit(lambda: layer.spans is None, number=CHECKS) / CHECKS
-    print(f"the check of a layer that is not profiled: {1e9 * check:.0f} ns a piece of a call")
+    spent = timeit.timeit(lambda: layer.spans is None, timer=time.process_time, number=CHECKS)
+    check = 1e9 * spent / CHECKS
+    print(f"the check of a layer that is not profiled: {check:.0f} ns a piece of a call")
     titles = "".join(f"{title:>10}" for title in ("off", "again", "on", "noise", "on costs"))
     print(f"{'microseconds a call':<22}{titles}")
     for width in given.widths:

@@ -66,6 +66,7 @@ def test_a_page_with_its_picture(run, tmp_path, cards):
 def test_refusals(run, tmp_path):
     folder = bare(tmp_path)
     for arguments, message in {
+        ("--cards", "96"): "--cards is '96', a card of 96 bytes; allowed: sizes with a unit",
         ("--cards", "many"): "--cards is 'many'; allowed: bytes such as 96GiB",
         ("--cards", "1GiB", "--format", "int4"): "--format is 'int4'; allowed: nvfp4",
         ("--cards", "1GiB", "--kv-reserve", "1,2"): "--kv-reserve is '1,2' for 1 cards",

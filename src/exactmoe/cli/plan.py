@@ -19,6 +19,8 @@ from exactmoe.report.plan_page import write
 from exactmoe.runtime.sizes import gb, gib, parse_all_bytes, parse_bytes, parse_rates
 
 DOES_NOT_FIT = 2
+# "96" for 96GiB is 96 bytes.
+_LEAST_CARD = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,11 @@ def command(
 ) -> None:
     """Say where a model fits, from headers or a bare config.json: nothing is loaded."""
     free = parse_all_bytes("--cards", cards)
+    if min(free) < _LEAST_CARD:
+        raise ConfigError(
+            f"--cards is {cards!r}, a card of {min(free)} bytes; allowed: sizes with a unit, such "
+            "as 96GiB"
+        )
     rates = None if read_rate is None else parse_rates("--read-rate", read_rate)
     if format is not None and format not in BLOCK:
         raise ConfigError(f"--format is {format!r}; allowed: {', '.join(BLOCK)}")

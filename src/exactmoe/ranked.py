@@ -279,7 +279,7 @@ class RankedLayer(MoELayer):
         def start(message: Message) -> Program:
             return program(self, self.bank.own, space, message, self.fault)
 
-        hall = Hall(path, space.arrays, self.config, self.lost, count)
+        hall = Hall(path, space.arrays, self.config, self.lost, count, space.spans)
         return exchange_ranks(self.wire, hall, Message(rows, *routed), start)
 
 

@@ -8,6 +8,7 @@ from exactmoe.bank import Partition
 from exactmoe.parallel.rank_wire import RankWire
 from exactmoe.parallel.ranks import Ranks
 from exactmoe.ranked import RankedLayer
+from exactmoe.report.profile import profile
 from layers import CLASSES, assert_same_bits, normal
 from rank_processes import SIZES
 from small_layers import EXPERTS, VOCABULARY, small_layer
@@ -89,3 +90,21 @@ def own(ranks: Ranks) -> int:
 @pytest.mark.parametrize("size", SIZES)
 def test_own_tokens(pool, size):
     assert sum(pool.run(own, size)) > 20
+
+
+def steps(ranks: Ranks, own_tokens: bool) -> list[str]:
+    rng = torch.Generator().manual_seed(13)
+    layer = small_layer(rng)
+    wire = RankWire(ranks, EXPERTS, tokens="own" if own_tokens else "replicated")
+    ranked = over(layer, wire)
+    with profile(ranked) as found:
+        ranked(normal(rng, 4, layer.config.hidden_size))
+    return [one.name for one in found.spans() if not one.inner]
+
+
+@pytest.mark.parametrize("own_tokens", [False, True])
+def test_a_profile_of_a_rank_has_what_is_sent_and_returned(pool, own_tokens):
+    expected = [
+        "shared", "router", "dispatch", "sort", "gate_up", "down", "return", "combine", "call",
+    ]  # fmt: skip
+    assert pool.run(steps, 2, own_tokens) == [expected, expected]

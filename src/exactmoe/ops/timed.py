@@ -16,6 +16,7 @@ _SPANS = {
     "down": "down",
     "combine": "combine",
     "dense_mlp": "shared",
+    "dense_gate_up": "shared",
     "finish": "finish",
 }
 
@@ -28,7 +29,7 @@ class _Timed:
         found, span = getattr(self._path, name), _SPANS.get(name)
         if span is None:
             return found
-        if name == "dense_mlp" and self._call.dense:
+        if span == "shared" and self._call.dense:
             span = "dense"
         return self._recorded(found, span)
 

@@ -17,6 +17,7 @@ from exactmoe.formats.rows import Rows
 from exactmoe.ops import Path
 from exactmoe.parallel.dispatch import Answer, Message, Program
 from exactmoe.parallel.rank_wire import RankWire
+from exactmoe.runtime.spans import CallSpans, span
 
 # Partial vectors are added as they are: no weight multiplies them.
 _UNWEIGHTED = Numerics.preset("a8")
@@ -32,6 +33,7 @@ class Hall:
         config: of the layer.
         lost: int64 [1]; grows by slots of this rank's experts that it did not serve once.
         rows: tokens of the piece on every rank; of own tokens this rank may have fewer.
+        spans: what records the steps of the piece, if somebody profiles it.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class Hall:
     config: MoEConfig
     lost: Tensor
     rows: int
+    spans: CallSpans | None = None
 
     def take(self, name: str, count: int) -> Tensor:
         """The first rows of an array."""
@@ -60,20 +63,22 @@ def exchange_ranks(
     Raises:
         RankLost: a rank died, or does not answer in time.
     """
-    work = _gathered(wire, hall, message) if wire.own_tokens else message
-    count = work.ids.numel()
-    index, local = hall.take("index", count), hall.take("local_ids", count)
-    # An id of any value becomes a place of the tables, whose ends are for absent ones.
-    torch.clamp(work.ids.reshape(-1), -1, wire.partition.num_experts, out=index).add_(1)
-    torch.index_select(wire.local, 0, index, out=local)
+    with span(hall.spans, "dispatch"):
+        work = _gathered(wire, hall, message) if wire.own_tokens else message
+        count = work.ids.numel()
+        index, local = hall.take("index", count), hall.take("local_ids", count)
+        # An id of any value becomes a place of the tables, whose ends are for absent ones.
+        torch.clamp(work.ids.reshape(-1), -1, wire.partition.num_experts, out=index).add_(1)
+        torch.index_select(wire.local, 0, index, out=local)
     program = start(work._replace(ids=local.view(work.ids.shape)))
     program.gate_up()
     program.down()
-    mine = torch.index_select(wire.owned, 0, index, out=hall.take("mine", count))
-    _count_served(hall, mine)
-    if wire.returns == "partials":
-        return _partials(wire, hall, work, message.ids.shape[0])
-    return _slots(wire, hall, mine, message)
+    with span(hall.spans, "return"):
+        mine = torch.index_select(wire.owned, 0, index, out=hall.take("mine", count))
+        _count_served(hall, mine)
+        if wire.returns == "partials":
+            return _partials(wire, hall, work, message.ids.shape[0])
+        return _slots(wire, hall, mine, message)
 
 
 def _gathered(wire: RankWire, hall: Hall, message: Message) -> Message:

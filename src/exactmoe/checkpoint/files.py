@@ -3,8 +3,10 @@
 Nothing is mapped, so nothing of a file stays resident, and threads need no lock.
 """
 
+import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -81,10 +83,11 @@ class Files:
 
     def tensor(self, stored: Stored) -> Tensor:
         """What is taken of a tensor, in its stored dtype and in memory of its own."""
-        start, part = place(stored)
-        raw = torch.empty(part.numel() * part.element_size(), dtype=torch.uint8)
-        self.read(stored.info, start, bytes_of(raw))
-        return raw.view(part.dtype).reshape(part.shape)
+        found = place(stored)
+        nbytes = math.prod(found.shape) * found.dtype.itemsize
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+        self.read(stored.info, found.start, bytes_of(raw))
+        return raw.view(found.dtype).reshape(found.shape)
 
     def chunks(self, info: TensorInfo) -> Iterator[bytearray]:
         """The bytes of a tensor, at most 16 MiB at a time."""
@@ -100,15 +103,36 @@ class Files:
             return self._descriptors[file]
 
 
-def place(stored: Stored) -> tuple[int, Tensor]:
-    """Where what is taken of a tensor lies: its first byte in the file, and a tensor without memory
-    of its dtype and shape. It is one run of bytes.
+@dataclass(frozen=True)
+class Place:
+    """Where what is taken of a tensor lies in its file: one run of bytes.
+
+    Attributes:
+        start: its first byte.
+        dtype, shape: of its values.
     """
-    info = stored.info
-    whole = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
-    part = whole[stored.index]
-    assert part.is_contiguous()
-    return info.offset + int(part.storage_offset()) * part.element_size(), part
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def place(stored: Stored) -> Place:
+    """The place of what is taken of a tensor: all of it, or an expert's rows or value."""
+    info, index = stored.info, stored.index
+    shape, skipped = list(info.shape), 0
+    for dimension, taken in enumerate(index):
+        below = math.prod(info.shape[dimension + 1 :])
+        if isinstance(taken, slice):
+            # The rows after it are whole ones: else it were no single run.
+            assert dimension == len(index) - 1 and taken.step is None
+            skipped += taken.start * below
+            shape[dimension] = taken.stop - taken.start
+        else:
+            skipped += taken * below
+    whole = sum(not isinstance(taken, slice) for taken in index)
+    dtype = DTYPES[info.dtype]
+    return Place(info.offset + skipped * dtype.itemsize, dtype, tuple(shape[whole:]))
 
 
 def bytes_of(raw: Tensor) -> memoryview:

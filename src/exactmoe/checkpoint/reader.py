@@ -3,6 +3,7 @@
 What is read is named by a plan, so a card that owns some experts reads the bytes of those only.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -282,16 +283,16 @@ def _empty(plan: WeightPlan, part: Part, experts: int, device: torch.device) -> 
 
 
 def _jobs(stored: Stored, out: Tensor) -> Iterator[_Job]:
-    start, part = place(stored)
-    one_byte = part.element_size() == out.element_size() == 1
-    if part.dtype != out.dtype and not one_byte:
-        yield _Converted(stored, start, out)
+    found = place(stored)
+    one_byte = found.dtype.itemsize == out.element_size() == 1
+    if found.dtype != out.dtype and not one_byte:
+        yield _Converted(stored, found.start, out)
         return
-    assert part.numel() == out.numel()
+    assert math.prod(found.shape) == out.numel()
     target = out.view(-1).view(torch.uint8)
     for begin in range(0, target.numel(), PIECE_BYTES):
         piece = target[begin : begin + PIECE_BYTES]
-        yield _Piece(stored.info, start + begin, piece)
+        yield _Piece(stored.info, found.start + begin, piece)
 
 
 def _batches(pairs: Sequence[tuple[Stored, Tensor]]) -> Iterator[list[_Job]]:

@@ -103,6 +103,18 @@ def test_traffic_of_one_token(pool):
     assert pool.run(traffic, 2) == [a8 + a16] * 2
 
 
+def chosen_returns(ranks: Ranks) -> list[str]:
+    """Of "auto": even over the ranks; every other expert, with four vectors a rank; 20 experts."""
+    odd = Partition((0, 1) * 4)
+    wires = [RankWire(ranks, 8), RankWire(ranks, 8, odd), RankWire(ranks, 20)]
+    assert wires[1].partition.is_aligned
+    return [wire.returns for wire in wires]
+
+
+def test_what_comes_back_by_itself(pool):
+    assert pool.run(chosen_returns, 2) == [["partials", "slots", "partials"]] * 2
+
+
 def sent(ranks: Ranks) -> list[tuple[int, int]]:
     """Bytes that gathers and exchanges of a call bring in, beside the closed form."""
     counted = [0]

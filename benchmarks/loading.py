@@ -284,6 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--layout", choices=("all", *DIALECTS.values()), default="all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--card", default="cpu", help="a GPU: load to it")
     parser.add_argument("--model", action="store_true", help="load_model of a whole model")
@@ -310,6 +311,7 @@ def main() -> None:
     print(f"{os.cpu_count()} CPU cores ({processor()}), Python {platform.python_version()}, "
           f"{given.rounds} rounds, page cache: {cache}")  # fmt: skip
     kinds = {"a whole model": "model"} if given.model else DIALECTS
+    kinds = {title: name for title, name in kinds.items() if given.layout in ("all", name)}
     for title, dialect in kinds.items():
         folder = given.folder / dialect
         if not (folder / "config.json").exists():
@@ -320,7 +322,7 @@ def main() -> None:
         for _ in range(given.rounds):
             for name, mode in modes.items():
                 found[name].append(run(folder, mode, given.card, not given.warm))
-        one = list(found.values())[-1][0]
+        one = next(each[0] for name, each in found.items() if name.startswith("load"))
         print(f"\n{title}: {one['needed'] / 2**30:.2f} GiB, layer {one['layer'] / 2**20:.0f} MiB, "
               f"{one['threads']} readers\n")  # fmt: skip
         print("\n".join(table(title, found)))

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import native_checkpoints
 from exactmoe.report import fp8_units
 
 
@@ -143,3 +144,25 @@ def test_a_missing_tensor_is_listed_and_the_status_is_2(run, tmp_path):
     assert any(
         name in message for message in json.loads(result.stdout)["report"]["errors"]["messages"]
     )
+
+
+def test_fp8_linear_layers_between_the_blocks(run, tmp_path):
+    """A native checkpoint's attention; without its scales load_model refuses, and that is said."""
+    source = Path(__file__).resolve().parents[2] / "demo" / "deepseek_v4"
+    plain = json.loads(run("inspect", source, "--json", "--headers-only").stdout)
+    assert plain["linears"] == {"layers": 0, "bytes": 0, "refused": None}
+    folder = tmp_path / "model"
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    names = native_checkpoints.fp8(tensors, native_checkpoints.ATTENTION["deepseek_v4"], "scale")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    parts = [name.removesuffix("weight") + part for name in names for part in ("weight", "scale")]
+    nbytes = sum(tensors[part].nbytes for part in parts)
+    found = json.loads(run("inspect", folder, "--json", "--headers-only").stdout)["linears"]
+    assert found == {"layers": len(names), "bytes": nbytes, "refused": None}
+    text = run("inspect", folder, "--headers-only").stdout
+    assert f"of these, {len(names)} linear layers in FP8 128x128 ({nbytes} bytes)" in text
+    del tensors["layers.1.attn.wq_a.scale"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = run("inspect", folder, "--headers-only").stdout
+    assert "load_model refuses: model.safetensors: layers.1.attn.wq_a.weight (F8_E4M3" in text

@@ -1,14 +1,27 @@
-"""FP8 linear layers between the MLP blocks (attention projections): which tensors make one."""
+"""FP8 linear layers between the MLP blocks (attention projections): which tensors make one.
+
+`load_model` runs them; what else lies between the blocks is read by transformers.
+"""
 
 from collections.abc import Iterable, Mapping
 
+from exactmoe.checkpoint.audit import LoadReport
 from exactmoe.checkpoint.dialects import FP8_DIALECTS, Dialect, Part, detect
 from exactmoe.checkpoint.header import TensorInfo
 from exactmoe.checkpoint.plan import Source, Stored, WeightPlan
 from exactmoe.errors import CheckpointError, Unsupported
 
 WHAT = "FP8 linear layers"
+# Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find
+# its parameter there.
+READ_BY_NOBODY = frozenset({"mtp", "input_scale", "kv_scale"})
 _CODES = ".weight"
+
+
+def between_blocks(report: LoadReport) -> list[TensorInfo]:
+    """The tensors outside the MLP blocks that a whole model reads."""
+    ignored = report.ignored
+    return [entry.info for entry in ignored if entry.rule.name not in READ_BY_NOBODY]
 
 
 def fp8_linears(tensors: Iterable[TensorInfo]) -> dict[str, WeightPlan]:

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from exactmoe.checkpoint import Checkpoint, LayerPlan, Reader, audit, plan_layer
+from exactmoe.checkpoint import Checkpoint, LayerPlan, LoadReport, Reader, audit, plan_layer
+from exactmoe.checkpoint.linears import between_blocks, fp8_linears
 from exactmoe.cli import options
 from exactmoe.cli.output import console, open_checkpoint, print_json, reading
+from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.formats.units import MAX_FP8_BINADES
 from exactmoe.report.fp8_units import UnitCount, count_units, histogram, total
 
@@ -67,6 +69,7 @@ def command(
     report = audit(checkpoint)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
     rows = _rows(checkpoint, plans, read=not headers_only, show=not common.json)
+    linears = _linears(report)
     if common.json:
         print_json(
             {
@@ -74,6 +77,7 @@ def command(
                 "model_type": checkpoint.family.model_type,
                 "numerics": checkpoint.family.numerics.to_dict(),
                 "layers": [row.to_dict() for row in rows],
+                "linears": linears,
                 "report": report.to_dict(),
             }
         )
@@ -81,8 +85,24 @@ def command(
         console().print(_table(checkpoint, rows))
         _print_units(rows)
         typer.echo(report.text())
+        if linears["refused"] is not None:
+            typer.echo(f"load_model refuses: {linears['refused']}")
+        elif linears["layers"]:
+            typer.echo(
+                f"of these, {linears['layers']} linear layers in FP8 128x128 "
+                f"({linears['bytes']} bytes): load_model runs them, packed"
+            )
     if report.errors:
         raise typer.Exit(BAD_CHECKPOINT)
+
+
+def _linears(report: LoadReport) -> dict[str, Any]:
+    """FP8 linear layers between the MLP blocks, or why load_model refuses what lies there."""
+    try:
+        found = fp8_linears(between_blocks(report))
+    except (CheckpointError, Unsupported) as error:
+        return {"layers": 0, "bytes": 0, "refused": str(error)}
+    return {"layers": len(found), "bytes": _nbytes(found), "refused": None}
 
 
 def _rows(checkpoint: Checkpoint, plans: list[LayerPlan], read: bool, show: bool) -> list[Row]:

@@ -11,12 +11,11 @@ from exactmoe.checkpoint import (
     Checkpoint,
     LoadReport,
     Reader,
-    TensorInfo,
     WeightPlan,
     audit,
     plan_layer,
 )
-from exactmoe.checkpoint.linears import fp8_linears
+from exactmoe.checkpoint.linears import READ_BY_NOBODY, between_blocks, fp8_linears
 from exactmoe.checkpoint.model_bytes import of_plans
 from exactmoe.config import Limits, Numerics, Placement
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
@@ -33,9 +32,6 @@ from exactmoe.parallel.rank_wire import RankPlacement
 from exactmoe.parallel.ranks import Ranks
 from exactmoe.runtime.progress import byte_bar
 
-# Rules whose tensors nobody reads. What the other rules cover ("read by transformers") has to find
-# its parameter there.
-_READ_BY_NOBODY = frozenset({"mtp", "input_scale", "kv_scale"})
 _PLAIN = frozenset({"BF16", "F32", "I64", "I32"})
 _SHOWN = 10
 
@@ -121,7 +117,7 @@ def _load(
     report = audit(checkpoint)
     report.require_clean()
     _require_bf16(checkpoint)
-    linears = fp8_linears(_left_to_transformers(report))
+    linears = fp8_linears(between_blocks(report))
     _require_plain(report, linears)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
     partition = None
@@ -179,17 +175,12 @@ def _require_bf16(checkpoint: Checkpoint) -> None:
             raise Unsupported(f"{config}: dtype is {dtype!r}; allowed: 'bfloat16'")
 
 
-def _left_to_transformers(report: LoadReport) -> list[TensorInfo]:
-    ignored = report.ignored
-    return [entry.info for entry in ignored if entry.rule.name not in _READ_BY_NOBODY]
-
-
 def _require_plain(report: LoadReport, linears: Mapping[str, WeightPlan]) -> None:
     """What transformers reads must be unquantised, or an FP8 linear layer that runs here: it would
     take a code for the weight.
     """
     ours = {info.name for plan in linears.values() for info in plan.tensors}
-    for info in _left_to_transformers(report):
+    for info in between_blocks(report):
         if info.name not in ours and info.dtype not in _PLAIN:
             allowed = ", ".join(sorted(_PLAIN))
             raise Unsupported(
@@ -205,7 +196,7 @@ def _scales_suffix(plan: WeightPlan) -> str:
 def _unread(report: LoadReport) -> frozenset[str]:
     """Names of the tensors that nobody reads."""
     ignored = report.ignored
-    return frozenset(entry.info.name for entry in ignored if entry.rule.name in _READ_BY_NOBODY)
+    return frozenset(entry.info.name for entry in ignored if entry.rule.name in READ_BY_NOBODY)
 
 
 def _require_complete(folder: Path, info: dict[str, Any], wrong_shapes: list[str]) -> None:

@@ -137,7 +137,7 @@ def measure(bench: Bench, arguments: argparse.Namespace) -> Iterator[Row]:
     shape = parse_shape(arguments.shape)
     device = bench.one.device
     generator = torch.Generator(device).manual_seed(1)
-    storage = ops.path(bench.one.plan().backend).storage
+    storage = ops.path(bench.one.plan().path).storage
     for width in arguments.widths:
         count = NARROW if width <= 256 else WIDE
         selections = draw_selections(shape, width, count, device, generator)

@@ -73,7 +73,7 @@ class GuardedLayer(MoELayer):
 
     def guards(self, arenas: dict[torch.device, Arena] | None = None) -> dict[str, Tensor]:
         """The guard words, by the name of their array."""
-        storage, found = ops.path(self.plan().backend).storage, {}
+        storage, found = ops.path(self.plan().path).storage, {}
         for device, held in (arenas or arenas_of(self)).items():
             found |= held.views(self.regions_on(device, self.max_rows, storage))
         return {n.removesuffix(_GUARD): v for n, v in found.items() if n.endswith(_GUARD)}

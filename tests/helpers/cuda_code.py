@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from exactmoe.kernels.cuda.compile import cubin
-from exactmoe.kernels.cuda.source import UNITS, WIDEST_GATHER, Pack, Variant
+from exactmoe.kernels.cuda.source import TOKENS, UNITS, WIDEST_GATHER, WIDEST_ON_BF16, Pack, Variant
 from exactmoe.plan.tiles import TILES
 
 FORMATS = ("nvfp4", "mxfp4")
@@ -39,12 +39,17 @@ def a8_variants() -> list[Variant]:
     """The same in class a8: units of gate and up, and of the down that reads their h."""
     found = []
     for format, units in product(FORMATS, UNITS):
+        widest = max(TOKENS["a8"]) if units == "fp8" else WIDEST_ON_BF16
         for tile in TILES["cuda_a8"]["gate_up"]:
+            if tile.tokens > widest:
+                continue
             gather = units == "fp8" and tile.tokens <= WIDEST_GATHER
             for of_down in UNITS:
                 sizes = ("gate_up", format, tile.tokens, gather)
                 found.append(Variant(*sizes, False, "a8", units, of_down))
         for tile in TILES["cuda_a8"]["down"]:
+            if tile.tokens > widest:
+                continue
             found.append(Variant("down", format, tile.tokens, False, True, "a8", units, units))
     return found
 

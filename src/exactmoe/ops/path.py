@@ -83,7 +83,7 @@ PACKED_A8 = {
 
 
 def gpu_storages(a8_units: str) -> tuple[Storage, ...]:
-    """Of the paths that a layer with these `Numerics.a8_units` may have on sm_90: portable, fast."""
+    """Of the paths that a layer with these `Numerics.a8_units` may take on sm_90."""
     return DEVICE, PACKED_A8[a8_units] if a8_units else PACKED
 
 

@@ -231,8 +231,8 @@ def _on_fp8_units(call: _Call, row: Architecture) -> str | None:
     if all(weight.format not in _FP4 for weight in call.experts):
         return None
     return (
-        f"units={call.numerics.units!r} may take the fp8 units on {row.name}, which give other bits "
-        "and which it has no kernels for; it runs units='bf16'"
+        f"units={call.numerics.units!r} may take the fp8 units on {row.name}, which give other "
+        "bits and which it has no kernels for; it runs units='bf16'"
     )
 
 

@@ -74,6 +74,7 @@ class TableChoice(TileChoice):
 # Backend -> op -> tiles by ascending tokens. kernels/cuda/experts.cu fills shared memory with its
 # ring; the others are kernels/triton.
 _CUDA = tuple(Tile(tokens, 128, 64, 128, 20, 0) for tokens in (8, 16, 40, 64, 128))
+_CUDA_A8 = (*_CUDA[:-1], replace(_CUDA[-1], tokens=112))
 # Rows of gate_up are of each projection, and both are one operand; a program of a dense down has
 # twice the rows, and programs of small dense weights have fewer (ops/triton/dense_mlp.py).
 _TRITON: dict[str, tuple[Tile, ...]] = {
@@ -98,8 +99,8 @@ _TRITON: dict[str, tuple[Tile, ...]] = {
 }
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "cuda": {"gate_up": _CUDA, "down": _CUDA, "dense_mlp": _TRITON["dense_mlp"]},
-    # Two accumulators leave registers for no wider tile.
-    "cuda_a8": {"gate_up": _CUDA[:-1], "down": _CUDA[:-1], "dense_mlp": _TRITON["dense_mlp"]},
+    # Two accumulators: the widest takes its tokens in two batches, on the fp8 units only.
+    "cuda_a8": {"gate_up": _CUDA_A8, "down": _CUDA_A8, "dense_mlp": _TRITON["dense_mlp"]},
     "triton": _TRITON,
 }
 # (backend, exact architecture) -> op -> tiles, where they differ from those above.

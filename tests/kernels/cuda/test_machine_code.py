@@ -11,6 +11,7 @@ from cuda_code import Code, code, name, variant_name, variants
 from exactmoe.kernels.cuda import compile as compiler
 from exactmoe.kernels.cuda.source import THREADS, Pack, Variant
 from exactmoe.kernels.cuda.wgmma import widths
+from in_flight import overwritten
 
 pytest.importorskip("triton", reason="its cuobjdump reads machine code")
 pytestmark = pytest.mark.skipif(
@@ -67,6 +68,11 @@ def test_one_matrix_instruction_and_one_chain(variant):
     assert all(matches), [t for t, m in zip(found, matches, strict=True) if m is None]
     assert Counter(int(m[1]) for m in matches if m) == dict.fromkeys(widths(variant.tokens), 8)
     assert machine.counts["HMUL2.BF16_V2"] == 4 * len(found)  # the scales, a pair of codes each
+
+
+@every_variant
+def test_no_operand_is_overwritten_while_it_is_read(variant):
+    assert overwritten(code(variant)) == []
 
 
 @every_variant

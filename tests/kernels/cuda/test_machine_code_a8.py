@@ -12,6 +12,7 @@ from cuda_code import Code, a8_variants, code, name, variant_name
 from exactmoe.kernels.cuda import compile as compiler
 from exactmoe.kernels.cuda.source import THREADS, UNITS, Pack, Variant
 from exactmoe.kernels.cuda.wgmma import widths
+from in_flight import overwritten
 
 pytest.importorskip("triton", reason="its cuobjdump reads machine code")
 pytestmark = pytest.mark.skipif(
@@ -36,6 +37,7 @@ QUICK = {
     down("mxfp4", 8, "both"),
     down("mxfp4", 16, "bf16"),
     down("nvfp4", 40, "fp8"),
+    down("mxfp4", 112, "fp8"),
 }
 every_variant = pytest.mark.parametrize(
     "variant",
@@ -63,6 +65,11 @@ def compiled_anew(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXACTMOE_CACHE", str(tmp_path_factory.mktemp("kernels")))
         yield
+
+
+def batches(variant: Variant) -> int:
+    """The widest tile takes its tokens in two, with one set of operands."""
+    return 2 if variant.tokens > 64 else 1
 
 
 def kinds(variant: Variant) -> tuple[str, ...]:
@@ -101,16 +108,23 @@ def test_each_chain_is_of_its_units_and_begins_at_zero(variant):
     """
     machine = code(variant)
     found = chains(variant, machine)
-    assert set(found) == {(k, width) for k in kinds(variant) for width in widths(variant.tokens)}
+    offered = [width // batches(variant) for width in widths(variant.tokens, batches(variant))]
+    assert set(found) == {(k, width) for k in kinds(variant) for width in offered}
     for (kind, width), places in found.items():
         count = MATRIX[kind][3]
-        assert len(places) == count, (kind, width)
+        assert len(places) == count * batches(variant), (kind, width)
         texts = [machine.main[place] for place in places]
-        assert [FROM_ZERO in text for text in texts] == [True] + [False] * (count - 1)
+        from_zero = [True] + [False] * (count - 1)
+        assert [FROM_ZERO in text for text in texts] == from_zero * batches(variant)
         assert len({text.split()[1] for text in texts}) == 1, "one accumulator"
         body = machine.loop(places[0], places[-1])
         inside = [place for place in body if "MMA" in name(machine.main[place])]
         assert inside == places, "a loop of its own"
+
+
+@every_variant
+def test_no_operand_is_overwritten_while_it_is_read(variant):
+    assert overwritten(code(variant)) == []
 
 
 @every_variant
@@ -120,7 +134,7 @@ def test_a_chain_is_added_by_one_fused_step(variant):
     for (kind, width), places in chains(variant, machine).items():
         body = machine.loop(places[0], places[-1])
         counts = Counter(name(machine.main[place]) for place in body)
-        assert counts["FFMA"] == width // 2, (kind, width)
+        assert counts["FFMA"] == width // 2 * batches(variant), (kind, width)
         assert counts["FADD"] == counts["DADD"] == counts["DFMA"] == 0
         assert not [kind for kind in counts if kind.startswith(("FFMA.", "FADD.", "FMUL."))]
 

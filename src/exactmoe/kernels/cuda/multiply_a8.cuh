@@ -27,16 +27,16 @@ struct Multiply {
     }
 
     // The chain of eight tokens.
-    __device__ __forceinline__ void add_eight(float (&sums)[TOKENS / 2],
-                                              const float (&chain)[TOKENS / 2], int eight,
+    __device__ __forceinline__ void add_eight(float (&sums)[TOKENS / 2], int to,
+                                              const float (&chain)[TOKENS / 2], int from,
                                               float first, float second,
                                               const u32 (&tokens)[2]) const {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            int i = 4 * eight + j;
             float factor = __fmul_rn(j < 2 ? first : second, __uint_as_float(tokens[j % 2]));
-            float sum = __fmaf_rn(chain[i], factor, sums[i]);
-            sums[i] = !MIXED || (j < 2 ? first_counts : second_counts) ? sum : sums[i];
+            float& kept = sums[4 * to + j];
+            float sum = __fmaf_rn(chain[4 * from + j], factor, kept);
+            kept = !MIXED || (j < 2 ? first_counts : second_counts) ? sum : kept;
         }
     }
 
@@ -45,7 +45,7 @@ struct Multiply {
                                         const Factors<N>& by) const {
 #pragma unroll
         for (int i = 0; i < N / 8; ++i)
-            add_eight(sums, chain, i, by.first, by.second, by.tokens[i]);
+            add_eight(sums, i, chain, i, by.first, by.second, by.tokens[i]);
     }
 
     template <int N>
@@ -95,30 +95,37 @@ struct Multiply {
         if (elected) barrier_arrive(ring.empty + 8 * place.last());
     }
 
+    // A tile of more than 64 tokens takes its columns in two batches, one behind the other: their
+    // chains share registers, and operands are made once.
     template <int N>
     __device__ __forceinline__ void run_in_turn(float (&sums)[TOKENS / 2], Place& place) const {
+        constexpr int BATCHES = TOKENS > 64 ? 2 : 1, WIDTH = N / BATCHES;
         u64 first_rows = operand(lane.rows, Operands::ROWS);
         bool elected = threadIdx.x % 32 == 0;
         // A chain begins at +0 by its first instruction; without a value here, the compiler lets no
         // two instructions of it overlap.
         float chain[TOKENS / 2];
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) chain[i] = 0.0f;
+        for (int i = 0; i < WIDTH / 2; ++i) chain[i] = 0.0f;
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left, place.next()) {
             Operands weights;
             fetch(weights, place);
             u64 rows = first_rows + place.stage * (X_BYTES / 16);
-            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset);
-            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, []() {});
+            u32 x_scales = lane.x_scales + place.stage * X_SCALE_BYTES;
+            typename Operands::Whole whole(weights, first_offset, second_offset);
             float first, second;
             weights.factors(first, second, first_offset, second_offset);
-            wgmma_wait<0>();
 #pragma unroll
-            for (int i = 0; i < N / 8; ++i) {
-                u32 tokens[2];
-                load_8(tokens, lane.x_scales + place.stage * X_SCALE_BYTES + i * 32);
-                add_eight(sums, chain, i, first, second, tokens);
+            for (int batch = 0; batch < BATCHES; ++batch) {
+                whole.template multiply<WIDTH>(chain, rows + batch * (WIDTH / 8 * Operands::ROWS / 16));
+                wgmma_wait<0>();
+#pragma unroll
+                for (int i = 0; i < WIDTH / 8; ++i) {
+                    u32 tokens[2];
+                    load_8(tokens, x_scales + (batch * WIDTH / 8 + i) * 32);
+                    add_eight(sums, batch * WIDTH / 8 + i, chain, i, first, second, tokens);
+                }
             }
             if (elected) barrier_arrive(ring.empty + 8 * place.stage);
         }

@@ -63,6 +63,28 @@ struct Fp8Operands {
         wgmma_commit();
         if (HALF == 1) wgmma_wait<1>();
     }
+
+    // The operands of a whole stage.
+    struct Whole {
+        u32 a[4][4];
+
+        __device__ __forceinline__ Whole(const Fp8Operands& weights, u32, u32) {
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                of_word(weights.first[step], weights.first_tables, step, a[step][0], a[step][2]);
+                of_word(weights.second[step], weights.second_tables, step, a[step][1], a[step][3]);
+            }
+        }
+
+        template <int N>
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows) const {
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                wgmma_fp8<N>(chain, a[step], rows + step * 2, step > 0);
+            wgmma_commit();
+        }
+    };
 };
 #endif
 
@@ -115,5 +137,21 @@ struct Bf16Operands {
             wgmma_wait<1>();
         }
     }
+
+    // Of a whole stage, made as they go: all at once would take too many registers.
+    struct Whole {
+        const Bf16Operands& weights;
+        u32 first_offset, second_offset;
+
+        __device__ __forceinline__ Whole(const Bf16Operands& weights, u32 first_offset,
+                                         u32 second_offset)
+            : weights(weights), first_offset(first_offset), second_offset(second_offset) {}
+
+        template <int N>
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows) const {
+            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset);
+            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset);
+        }
+    };
 };
 #endif

@@ -24,7 +24,7 @@ _A8 = (
 _PACK, _PACK_A8 = ("ptx.cuh", "pack.cu"), ("ptx.cuh", "wide.cuh", "pack_a8.cu")
 # Token widths that are offered in each class. All use one instruction of the same units, so none
 # changes a bit.
-TOKENS = {"a16": (8, 16, 40, 64, 128), "a8": (8, 16, 40, 64)}
+TOKENS = {"a16": (8, 16, 40, 64, 128), "a8": (8, 16, 40, 64, 112)}
 # Units that the experts of a kernel take: "both" decides expert by expert.
 UNITS = ("bf16", "fp8", "both")
 PANEL = 128  # weight rows
@@ -38,6 +38,8 @@ _ALIGNMENT = 1024
 _MOST_STAGES = 12
 # Wider tiles read packed rows.
 WIDEST_GATHER = 16
+# In a8, wider tiles are for kernels whose experts are all on the fp8 units.
+WIDEST_ON_BF16 = 64
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class Variant:
             "DOWN_MIXED": int(self.down_units == "both"),
         }
         kinds = {"bf16": ("chain",), "fp8": ("fp8",), "both": ("chain", "fp8")}[self.units]
-        matrix = instructions(self.tokens, kinds if self._a8 else ("sum",)) + dispatch(self.tokens)
+        batches = 2 if self._a8 and self.tokens > 64 else 1
+        matrix = instructions(self.tokens, kinds if self._a8 else ("sum",), batches)
+        matrix += dispatch(self.tokens, batches)
         return _defines(constants) + _joined(_BEFORE) + matrix + _joined(_A8 if self._a8 else _A16)
 
 

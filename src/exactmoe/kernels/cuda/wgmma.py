@@ -10,25 +10,30 @@ _KINDS = {
 }
 
 
-def widths(tokens: int) -> tuple[int, ...]:
-    """Token columns that a tile multiplies, by how many of its rows are taken."""
+def widths(tokens: int, batches: int = 1) -> tuple[int, ...]:
+    """Token columns that a tile multiplies, by how many of its rows are taken; in so many batches,
+    each a multiple of 8.
+    """
+    if batches > 1:
+        return tuple(range(8 * batches, tokens + 1, 8 * batches))
     return tuple(width for width in _WIDTHS if width < tokens) + (tokens,)
 
 
-def dispatch(tokens: int) -> str:
+def dispatch(tokens: int, batches: int = 1) -> str:
     """`WIDTHS(count, run, ...)` calls run<N> with the least width that holds `count`."""
-    *narrow, widest = widths(tokens)
+    *narrow, widest = widths(tokens, batches)
     calls = [f"if ((count) <= {width}) run<{width}>(__VA_ARGS__);" for width in narrow]
     calls.append(f"run<{widest}>(__VA_ARGS__);")
     return "#define WIDTHS(count, run, ...) " + " else ".join(calls) + "\n"
 
 
-def instructions(tokens: int, kinds: tuple[str, ...]) -> str:
+def instructions(tokens: int, kinds: tuple[str, ...], batches: int = 1) -> str:
     """`wgmma<N>(sums, a, rows)`: sums [64, N] += a [64, 16] x rows [16, N], a in registers.
 
     `wgmma_chain<N>(..., go_on)` begins at +0 unless go_on; `wgmma_fp8` takes 32 along k of e4m3.
     """
-    return "".join(_instruction(kind, width) for kind in kinds for width in (0, *widths(tokens)))
+    of_batch = [width // batches for width in widths(tokens, batches)]
+    return "".join(_instruction(kind, width) for kind in kinds for width in (0, *of_batch))
 
 
 def _instruction(kind: str, width: int) -> str:

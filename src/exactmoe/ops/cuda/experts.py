@@ -11,7 +11,14 @@ from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.cuda.compile import kernel
-from exactmoe.kernels.cuda.source import PANEL, THREADS, WIDEST_GATHER, Pack, Variant
+from exactmoe.kernels.cuda.source import (
+    PANEL,
+    THREADS,
+    WIDEST_GATHER,
+    WIDEST_ON_BF16,
+    Pack,
+    Variant,
+)
 from exactmoe.ops.cuda.launch import numbers, pointers, processors, queue
 from exactmoe.ops.cuda.prepare import CudaWeight
 from exactmoe.plan.tiles import tile
@@ -100,12 +107,12 @@ def gate_up_a8(
     num_slots, units = routes.slots.shape[0], _joint(gate, up)
     if num_slots == 0:
         return
-    chosen = tile("cuda_a8", _ARCHITECTURE, "gate_up", num_slots, gate.num_experts)
+    tokens = _tokens_a8("gate_up", num_slots, gate.num_experts, units)
     top_k = num_slots // rows.values.shape[0]
-    gather = chosen.tokens <= WIDEST_GATHER and units == "fp8"
+    gather = tokens <= WIDEST_GATHER and units == "fp8"
     x = rows if gather else _packed_a8(rows, routes, (gate, up), top_k)
     geometry = _of_gate_up((gate, up), top_k, swiglu_limit)
-    variant = Variant("gate_up", gate.format, chosen.tokens, gather, False, "a8", units, down.units)
+    variant = Variant("gate_up", gate.format, tokens, gather, False, "a8", units, down.units)
     wide = (_wide(x), x.scales, gate.on_fp8, up.on_fp8, _wide(h), h.scales, down.on_fp8, routing)
     _launch(variant, (gate, up), routes, (x.values, h.values), geometry, True, wide)
 
@@ -114,10 +121,18 @@ def down_a8(h: Rows, down: CudaWeight, routes: RouteTable, slots: Tensor, early:
     """h of gate_up_a8 -> slots float32 [S, H] at their places."""
     if slots.shape[0] == 0:
         return
-    chosen = tile("cuda_a8", _ARCHITECTURE, "down", slots.shape[0], down.num_experts)
-    variant = Variant("down", down.format, chosen.tokens, False, True, "a8", down.units, down.units)
+    tokens = _tokens_a8("down", slots.shape[0], down.num_experts, down.units)
+    variant = Variant("down", down.format, tokens, False, True, "a8", down.units, down.units)
     wide = (_wide(h), h.scales, down.on_fp8, down.on_fp8, None, None, None, None)
     _launch(variant, (down, down), routes, (h.values, slots), _of_down(down), early, wide)
+
+
+def _tokens_a8(op: str, num_slots: int, num_experts: int, units: str) -> int:
+    """Width of the tile: on the bf16 units the operands of a stage take too many registers for the
+    widest.
+    """
+    tokens = tile("cuda_a8", _ARCHITECTURE, op, num_slots, num_experts).tokens
+    return tokens if units == "fp8" else min(tokens, WIDEST_ON_BF16)
 
 
 def _wide(packed: Rows) -> Tensor | None:

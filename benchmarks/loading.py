@@ -230,12 +230,12 @@ def alone(card: int) -> Callable[[Any], Any]:
 
 def resident(weights: Any) -> int:
     """Bytes of a layer's weights, or of a tensor."""
+    if hasattr(weights, "parameters"):
+        return sum(t.nbytes for t in (*weights.parameters(), *weights.buffers()))
     if hasattr(weights, "config"):
         shared = 0 if weights.shared is None else weights.shared.nbytes
         router = sum(buffer.nbytes for buffer in weights.router.buffers())
         return int(weights.bank.nbytes) + router + shared
-    if hasattr(weights, "parameters"):
-        return sum(t.nbytes for t in (*weights.parameters(), *weights.buffers()))
     return int(weights.nbytes)
 
 
@@ -323,7 +323,8 @@ def main() -> None:
             for name, mode in modes.items():
                 found[name].append(run(folder, mode, given.card, not given.warm))
         one = next(each[0] for name, each in found.items() if name.startswith("load"))
-        print(f"\n{title}: {one['needed'] / 2**30:.2f} GiB, layer {one['layer'] / 2**20:.0f} MiB, "
+        layer = "" if given.model else f"layer {one['layer'] / 2**20:.0f} MiB, "
+        print(f"\n{title}: {one['needed'] / 2**30:.2f} GiB, {layer}"
               f"{one['threads']} readers\n")  # fmt: skip
         print("\n".join(table(title, found)))
 

@@ -68,6 +68,7 @@ def test_memory_that_was_in_use_is_not_overwritten_early(tmp_path):
 
 def test_a_card_without_room_is_named(tmp_path):
     checkpoint = Checkpoint(write_synthetic(tmp_path, Synthetic(**WIDE)))
+    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-4, CARD)
     try:
         with pytest.raises(Unsupported, match=r"card cuda:0 has no room for .*: .*MiB are asked"):

@@ -68,7 +68,11 @@ def no_room(device: torch.device, asked: int, what: str) -> str:
     """The words of a refusal."""
     free = free_bytes(device)
     left = "an unknown amount" if free is None else gib(free)
-    return f"card {device} has no room for {what}: {gib(asked)} are asked for, {left} is free"
+    return (
+        f"card {device} has no room for {what}: {gib(asked)} are asked for, {left} is free; would "
+        f"fit: a card with {gib(asked)} more than it had, further cards, or fewer experts here "
+        "(Placement(partition='fit'))"
+    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -25,6 +25,7 @@ class Record:
         nbytes: bytes of weights that the call must read.
         distinct_experts: the mean of the timed calls.
         error: relative L2 distance from float64 in sampled rows.
+        quantized_error: the same from operands quantised as class `a8` does; ours in `a8` only.
         same_bits: whether a token had the same bytes as at the first width.
         note: why it failed, or what else is to be said.
     """
@@ -37,6 +38,7 @@ class Record:
     nbytes: float | None = None
     distinct_experts: float | None = None
     error: float | None = None
+    quantized_error: float | None = None
     same_bits: bool | None = None
     note: str = ""
 

@@ -154,7 +154,11 @@ class Bench:
 
     def _own(self, part: str, what: str, make: Make, width: int) -> Record:
         timing, y = self._measure(make, width, exact=f"{part}, width {width}")
-        error = None if part == BLOCK else self._truth(self.problem, width).error(y)
+        error = quantized = None
+        if part != BLOCK:
+            error = self._truth(self.problem, width).error(y)
+        if part != BLOCK and self.settings.numerics == "a8":
+            quantized = experts_truth(self.problem, self._at(width)[0], True).error(y)
         return Record(
             part=part,
             what=what,
@@ -164,6 +168,7 @@ class Bench:
             nbytes=self._nbytes(part, width),
             distinct_experts=self._distinct[width],
             error=error,
+            quantized_error=quantized,
             same_bits=True,
         )
 

@@ -42,6 +42,8 @@ def _table(title: str, records: Sequence[Record], parts: Sequence[str]) -> Table
     line("share of the floor", first, lambda r: _percent(r.share))
     line("GB/s", first, lambda r: _number(r.gigabytes_per_second))
     line("error", first, _error)
+    in_a8 = {w: r for w, r in first.items() if r.quantized_error is not None}
+    line("error, from quantised x and h", in_a8, lambda r: f"{r.quantized_error:.1e}")
     for part in parts[1:]:
         line(f"{OURS}, {part}", of(part, OURS), lambda r: _number(r.us))
     for what in dict.fromkeys(r.what for r in records if r.what != OURS):

@@ -9,6 +9,9 @@ from torch import Tensor
 from exactmoe.bench.problem import Problem, Selection
 from exactmoe.dense import DenseMLP
 from exactmoe.formats import PackedWeight, dequantize
+from exactmoe.formats.scales import decode_e4m3
+from exactmoe.formats.units import PIECE
+from exactmoe.reference.quantize import quantize
 
 SAMPLED_ROWS = 2
 
@@ -49,24 +52,42 @@ def true_weight(weight: PackedWeight, expert: int) -> Tensor:
 
 
 def _mlp(x: Tensor, weights: Sequence[Tensor], limit: float | None) -> Tensor:
+    return weights[2] @ _h(x, weights, limit)
+
+
+def _h(x: Tensor, weights: Sequence[Tensor], limit: float | None) -> Tensor:
     gate, up = weights[0] @ x, weights[1] @ x
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return weights[2] @ (gate * torch.sigmoid(gate) * up)
+    return gate * torch.sigmoid(gate) * up
 
 
-def experts_truth(problem: Problem, selection: Selection) -> Truth:
-    """The routed experts, in the sampled rows of a selection."""
+def _quantized(values: Tensor) -> Tensor:
+    """Values [K] as e4m3 codes and scales hold them, float64."""
+    codes, scales = quantize(values[None].cpu())
+    decoded = decode_e4m3(codes).double().view(-1, PIECE) * scales.double().view(-1, 1)
+    return decoded.view(-1).to(values.device)
+
+
+def experts_truth(problem: Problem, selection: Selection, quantized: bool = False) -> Truth:
+    """The routed experts, in the sampled rows of a selection.
+
+    quantized: from x and h (with its routing weight) as class `a8` holds them (contract section 3).
+    """
     rows, limit = sampled_rows(selection.num_tokens), problem.shape.swiglu_limit
     values = torch.zeros(
         len(rows), problem.shape.hidden_size, dtype=torch.float64, device=problem.device
     )
     for place, row in enumerate(rows):
-        x = selection.x[row].double()
+        x = _quantized(selection.x[row]) if quantized else selection.x[row].double()
         ids, weights = selection.expert_ids[row].tolist(), selection.weights[row].double()
         for expert, weight in zip(ids, weights, strict=True):
             parts = [true_weight(w, expert) for w in (problem.gate, problem.up, problem.down)]
-            values[place] += weight * _mlp(x, parts, limit)
+            if quantized:
+                h = _h(x, parts, limit) * weight
+                values[place] += parts[2] @ _quantized(h.float())
+            else:
+                values[place] += weight * _mlp(x, parts, limit)
     return Truth(rows, values)
 
 

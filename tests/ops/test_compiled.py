@@ -8,6 +8,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from exactmoe import DenseLinear, PackedWeight
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.ops import compiled
 from layers import assert_same_bits, normal, random_call
@@ -156,12 +157,12 @@ def test_a_layer_that_is_gone_is_named(rng):
     layer, x = small_layer(rng), normal(rng, 4, 64)
     compile(layer)(x)
     number = layer._compiled_block.number
-    assert torch.ops.exactmoe.block(x, None, number, torch.bfloat16).equal(layer(x))
+    assert torch.ops.exactmoe.block(x, None, number, torch.bfloat16, 64).equal(layer(x))
     del layer
     torch._dynamo.reset()
     gc.collect()
     with pytest.raises(Unsupported, match=rf"layer {number}, which is gone"):
-        torch.ops.exactmoe.block(x, None, number, torch.bfloat16)
+        torch.ops.exactmoe.block(x, None, number, torch.bfloat16, 64)
 
 
 def test_the_operations_keep_their_word(rng):
@@ -172,9 +173,18 @@ def test_the_operations_keep_their_word(rng):
     routed = layer.route(x)
     compile(lambda *given: layer.experts(*given))(x, *routed)
     handles = layer._compiled_block, layer._compiled_experts
-    given = (x, None, handles[0].number, torch.bfloat16)
+    given = (x, None, handles[0].number, torch.bfloat16, 64)
     torch.library.opcheck(compiled._block, given)
     torch.library.opcheck(compiled._experts, (x, *routed, handles[1].number, torch.bfloat16))
+
+
+def test_a_linear_layer_of_another_width_keeps_its_word(rng):
+    """48 columns out of 64: what is traced has the shape of what comes."""
+    layer = DenseLinear(PackedWeight("bf16", normal(rng, 1, 48, 64)))
+    x = normal(rng, 4, 64)
+    assert_same_bits(compile(layer)(x), layer(x))
+    given = (x, None, layer._compiled_block.number, torch.bfloat16, 48)
+    torch.library.opcheck(compiled._block, given)
 
 
 def test_an_older_torch_is_refused(rng, monkeypatch):

@@ -67,6 +67,16 @@ def test_a_parquet_trace_of_another_program(run, traced, glm, tmp_path):
     assert "does not say how many experts layers [5] have" in other.stderr
 
 
+def test_a_text_is_saved_as_parquet(run, glm, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT.read_text(encoding="utf-8")[:400], encoding="utf-8")
+    arguments = ("--text", text, "--out", tmp_path / "out", "--save-as", "parquet", "--json")
+    content = json.loads(run("routes", glm, *arguments).stdout)
+    assert content["files"][-1] == str(tmp_path / "out" / "routes.parquet")
+    trace = RouteTrace.load(tmp_path / "out" / "routes.parquet")
+    assert {len(routes.steps) for routes in trace.layers.values()} == {content["tokens"]}
+
+
 def test_refusals(run, traced, glm, tmp_path):
     trace = traced[0] / "routes.npz"
     other = TEXT.parents[1] / "deepseek_v4"

@@ -107,6 +107,10 @@ class Block(ExactModule):
         """The backend that a call takes now, and why."""
         raise NotImplementedError
 
+    def _a8_units(self) -> str:
+        """Numerics.a8_units of the routed experts; "" where there are none."""
+        return ""
+
     def workspace_bytes(self, max_rows: int | None = None) -> int:
         """Bytes of workspace for calls of `max_rows` tokens a piece (default: as now; at least 1).
         A closed form, nothing runs.
@@ -119,7 +123,7 @@ class Block(ExactModule):
     def workspace_bytes_on(self, device: torch.device, max_rows: int | None = None) -> int:
         """What of `workspace_bytes` is on one of the block's devices."""
         rows = max(self.max_rows if max_rows is None else max_rows, 1)
-        storages = _storages(self.device, self.plan().units)
+        storages = _storages(self.device, self._a8_units())
         return max(total_bytes(self.regions_on(device, rows, s)) for s in storages)
 
     def reserve(self, max_rows: int) -> None:

@@ -115,8 +115,8 @@ SWITCHES: dict[str, Switch] = {
             parse=_choice("one", "two"),
             default="one",
             allowed="one, two",
-            meaning="two, for comparison: gate and up of routed experts on a GPU in two launches "
-            "instead of one.",
+            meaning="two, for comparison: gate and up of routed experts in two launches on the "
+            "portable GPU path, instead of one.",
         ),
         Switch(
             name="EXACTMOE_CACHE",

@@ -84,6 +84,9 @@ class MoELayer(Block):
     def numerics(self) -> Numerics:
         return Numerics.of(self.config.numerics)
 
+    def _a8_units(self) -> str:
+        return self.numerics.a8_units
+
     def _require_fit(self) -> None:
         config, bank = self.config, self.bank
         asked = (config.num_experts, config.hidden_size, config.intermediate_size)

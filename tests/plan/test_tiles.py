@@ -1,5 +1,7 @@
 """Which tile a call gets, and what says so."""
 
+from dataclasses import replace
+
 import pytest
 
 from exactmoe.errors import ConfigError
@@ -34,12 +36,21 @@ def test_the_narrowest_tile_that_holds_an_expert(tokens, width):
 
 
 def test_class_a8_has_the_same_tiles_but_the_widest():
-    """Two accumulators a lane, of a chain and of the sums, leave registers for 64 tokens."""
+    """Two accumulators a lane, of a chain and of the sums, leave registers for 112 tokens."""
     for op in ("gate_up", "down"):
-        assert TILES["cuda_a8"][op] == tuple(t for t in TILES["cuda"][op] if t.tokens <= 64)
-        for tokens, width in ((1, 8), (256, 16), (1024, 40), (2048, 64), (8192, 64)):
+        *narrow, widest = TILES["cuda_a8"][op]
+        assert tuple(narrow) == tuple(t for t in TILES["cuda"][op] if t.tokens <= 64)
+        assert widest == replace(TILES["cuda"][op][-1], tokens=112)
+        for tokens, width in ((1, 8), (256, 16), (1024, 40), (2048, 112), (8192, 112)):
             assert tile("cuda_a8", "sm_90", op, tokens * 8, 288).tokens == width
     assert TILES["cuda_a8"]["dense_mlp"] == TILES["cuda"]["dense_mlp"]
+
+
+def test_a_width_of_either_class_can_be_forced_on_the_fast_path():
+    """A layer of class a8 has dense parts of the other table."""
+    assert offered("cuda") == offered("cuda_a8")
+    assert {112, 128} <= set(offered("cuda"))
+    assert 112 not in offered("triton")
 
 
 @pytest.mark.parametrize("activation", TOKENS)

@@ -157,10 +157,11 @@ def dense_tile(
 
 
 def offered(backend: str) -> tuple[int, ...]:
-    """Token widths that EXACTMOE_TILE may force on a backend; an op that lacks one takes its next
-    wider.
+    """Token widths that EXACTMOE_TILE may force on a backend, in either class; an op that lacks one
+    takes its next wider, else its widest.
     """
-    widths = [{tile.tokens for tile in tiles} for tiles in TILES[backend].values()]
+    tables = [TILES[b] for b in TILES if b.partition("_")[0] == backend.partition("_")[0]]
+    widths = [{tile.tokens for tile in tiles} for table in tables for tiles in table.values()]
     return tuple(sorted(set.union(*widths)))
 
 

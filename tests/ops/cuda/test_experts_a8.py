@@ -150,7 +150,7 @@ def test_many_tokens_are_packed_first(launched):
     x, _, _, _ = run_gate_up(layer_of(), tokens=300, top_k=3)
     pack, one = launched
     assert pack.what == Pack("a8", "fp8") and pack.grid == (4, 8, 256)
-    assert (one.what.tokens, one.what.gather) == (64, False)
+    assert (one.what.tokens, one.what.gather) == (112, False)
     assert one.arguments["x"] == x.packed.values.data_ptr()
     assert one.arguments["x_scales"] == x.packed.scales.data_ptr()
     assert one.arguments["top_k"] == 3

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from exactmoe import Numerics
 from exactmoe.kernels.triton import dense_mlp, down, gate_up
 from exactmoe.ops.triton.launch import Launch
 from gpu_layers import Layer
 from triton_device import DEVICE, INTERPRETED
 
+# On the bf16 units, which the portable kernels have everywhere.
+A8 = Numerics(activation="a8", units="bf16", slot="f32")
 OPS = {
     "gate_up": gate_up.gate_up,
     "down": down.down,
@@ -35,18 +38,18 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("forced", [None, "128"])
 @pytest.mark.parametrize(
-    ("numerics", "format"), [("a16", "nvfp4"), ("a8", "mxfp4"), ("a16", "fp8"), ("a16", "bf16")]
+    ("numerics", "format"), [("a16", "nvfp4"), (A8, "mxfp4"), ("a16", "fp8"), ("a16", "bf16")]
 )
 def test_what_is_explained_runs(rng, launched, monkeypatch, numerics, format, forced):
     if forced is not None:
         monkeypatch.setenv("EXACTMOE_TILE", forced)
     layer = Layer(format, numerics, hidden=128, inner=128, experts=8, top_k=2).build(
-        "cpu", "triton"
+        DEVICE, "triton"
     )
     layer(torch.randn((5, layer.config.hidden_size), generator=rng).bfloat16().to(DEVICE))
     explained = {choice.op: choice.tile for choice in layer.explain(5).tiles}
     assert {op: {tile} for op, tile in explained.items()} == {
         op: launched[kernel] for op, kernel in OPS.items()
     }
-    chained = numerics == "a8" or format == "fp8"
+    chained = numerics is A8 or format == "fp8"
     assert explained["gate_up"].tokens == (16 if forced is None else 64 if chained else 128)

@@ -196,10 +196,11 @@ def _require_fp8_values(codes: Tensor, scales: Tensor) -> None:
 
 def nonzero_blocks(weight: PackedWeight) -> Tensor:
     """Of an FP4 weight, bool [E, N, K // block]: which blocks hold a code other than +0 and -0."""
-    return _nonzero(weight.codes, BLOCK[weight.format])
+    return blocks_in_use(weight.codes, BLOCK[weight.format])
 
 
-def _nonzero(codes: Tensor, block: int) -> Tensor:
+def blocks_in_use(codes: Tensor, block: int) -> Tensor:
+    """As `nonzero_blocks`, of FP4 codes uint8 [E, N, K // 2]."""
     places = (codes.data_ptr(), codes.storage_offset(), *codes.stride()[:-1])
     if codes.stride(-1) != 1 or any(place % 8 for place in places):
         codes = codes.clone(memory_format=torch.contiguous_format)
@@ -225,7 +226,7 @@ def _exponent_range(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     experts = max(1, _PIECE_BYTES * len(codes) // codes.nbytes)
     lows, highs = [], []
     for some, their in zip(codes.split(experts), scales.split(experts), strict=True):
-        counted = _nonzero(some, BLOCK["mxfp4"])
+        counted = blocks_in_use(some, BLOCK["mxfp4"])
         highs.append(torch.where(counted, their, 0).flatten(1).amax(1))
         lows.append(torch.where(counted, their, E8M0_NAN).flatten(1).amin(1))
     low, high = torch.cat(lows).int(), torch.cat(highs).int()

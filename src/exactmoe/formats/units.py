@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exactmoe.errors import ConfigError
-from exactmoe.formats.packed import BLOCK, PackedWeight, nonzero_blocks
+from exactmoe.formats.packed import BLOCK, PackedWeight, blocks_in_use
 from exactmoe.formats.scales import E8M0_BIAS, decode_e4m3, floor_log2
 
 MAX_FP8_BINADES = 14
@@ -19,6 +19,9 @@ PIECE = 128
 
 # What `piece_spans` gives where a block scale over a non-zero code is no power of two.
 NO_POWERS = -1
+# Experts are looked at in pieces of about this many bytes of codes: what is computed takes several
+# times as much.
+_PIECE_BYTES = 32 << 20
 
 
 def fp8_exact(weight: PackedWeight) -> Tensor:
@@ -44,17 +47,25 @@ def piece_spans(weight: PackedWeight) -> Tensor:
     """
     if weight.scales is None or weight.format == "fp8":
         raise ConfigError(f"format is {weight.format!r}; allowed: nvfp4, mxfp4")
-    counted = nonzero_blocks(weight)
-    powers = torch.ones(weight.num_experts, dtype=torch.bool, device=weight.device)
-    if weight.format == "mxfp4":
-        exponents = weight.scales.int() - E8M0_BIAS
+    experts = weight.num_experts
+    step = max(1, _PIECE_BYTES * experts // weight.codes.nbytes)
+    pieces = [slice(start, start + step) for start in range(0, experts, step)]
+    return torch.cat([_spans(weight.format, weight.codes[p], weight.scales[p]) for p in pieces])
+
+
+def _spans(format: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """As `piece_spans`, of codes and scales of some experts."""
+    counted = blocks_in_use(codes, BLOCK[format])
+    powers = torch.ones(codes.shape[0], dtype=torch.bool, device=codes.device)
+    if format == "mxfp4":
+        exponents = scales.int() - E8M0_BIAS
     else:
-        scales = decode_e4m3(weight.scales)
-        exponents = floor_log2(torch.where(scales > 0, scales, torch.ones_like(scales)))
+        values = decode_e4m3(scales)
+        exponents = floor_log2(torch.where(values > 0, values, torch.ones_like(values)))
         # Zero is no power of two: a zero scale over a non-zero code decides for bf16.
-        equal = torch.ldexp(torch.ones_like(scales), exponents) == scales
+        equal = torch.ldexp(torch.ones_like(values), exponents) == values
         powers = (equal | ~counted).all(-1).all(-1)
-    per_piece = PIECE // BLOCK[weight.format]
+    per_piece = PIECE // BLOCK[format]
     padding = -exponents.shape[-1] % per_piece
     exponents = torch.nn.functional.pad(exponents, (0, padding)).unflatten(-1, (-1, per_piece))
     counted = torch.nn.functional.pad(counted, (0, padding)).unflatten(-1, (-1, per_piece))

@@ -268,6 +268,8 @@ def test_fixed_fp8_units_refuse_an_inexact_expert_by_name(
         with pytest.raises(Unsupported, match=said):
             bank.prepared_for(cuda_paths["cuda_a8_fp8"])
     assert_bytes(bank.state_dict(), before)
+    assert bank.layout == "canonical"
+    assert_bytes(bytes_of(bank), before)
     # Also where another layer over the bank lets each expert take its own units.
     bank.prepared_for(cuda_paths["cuda_a8"])
     with pytest.raises(Unsupported, match=said):
@@ -280,3 +282,44 @@ def test_fixed_fp8_units_refuse_plain_fragment_order(cuda_paths, rng):
     fragment.to_fragment(copied)
     with pytest.raises(Unsupported, match="'fp8', and expert 0 is not exact"):
         cuda_paths["cuda_a8_fp8"].prepare(copied)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "dtype"])
+@pytest.mark.parametrize("layout", ["fragment", "fragment_fp8"])
+def test_a_load_that_fails_leaves_right_bytes(layout, wrong, bank):
+    """A load whose tensors do not fit replaces nothing of some buffers."""
+    before = bytes_of(bank)
+    given = {name: tensor.clone() for name, tensor in bank.state_dict().items()}
+    bank.arrange(layout)
+    name = "down_codes"
+    given[name] = given[name][:, :128] if wrong == "shape" else given[name].int()
+    with pytest.raises((ConfigError, RuntimeError)):
+        bank.load_state_dict(given)
+    assert_bytes(bank.state_dict(), before)
+    bank.arrange("canonical")
+    assert_bytes(bytes_of(bank), before)
+
+
+def test_units_are_decided_before_a_byte_moves(bank, monkeypatch):
+    """What decides needs memory of its own, and may not get it."""
+    before, asked = bytes_of(bank), []
+
+    def full_at_the_second(weight):
+        asked.append(weight)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("planted")
+        return fp8_exact(weight)
+
+    monkeypatch.setattr("exactmoe.bank.arranged.fp8_exact", full_at_the_second)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        bank.arrange("fragment_fp8")
+    assert bank.layout == "canonical"
+    assert_bytes(bytes_of(bank), before)
+    bank.arrange("fragment_fp8")
+    bank.arrange("canonical")
+    assert_bytes(bytes_of(bank), before)
+
+
+def test_the_meta_device_has_no_bytes_that_decide(bank):
+    with pytest.raises(Unsupported, match="the meta device has none"):
+        bank.to("meta").arrange("fragment_fp8")

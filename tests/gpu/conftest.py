@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from exactmoe.runtime.workspace import release_captures
+from triton_device import use_triton
+
+use_triton()  # modules here import launchers; without a card, other folders interpret them
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])

@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 
 from exactmoe.kernels.cuda.compile import cubin
-from exactmoe.kernels.cuda.source import TOKENS, UNITS, WIDEST_GATHER, WIDEST_ON_BF16, Pack, Variant
-from exactmoe.plan.tiles import TILES
+from exactmoe.kernels.cuda.source import TOKENS, UNITS, WIDEST_GATHER, Pack, Variant
+from exactmoe.plan.tiles import TILES, WIDEST_ON_BF16
 
 FORMATS = ("nvfp4", "mxfp4")
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;\s+/\*", re.M)

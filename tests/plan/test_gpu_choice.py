@@ -324,9 +324,9 @@ def test_tiles_in_chains_are_those_that_run(sm_90):
 
 @pytest.mark.parametrize("numerics", [A8, A8_BF16, A8_FP8], ids=lambda numerics: numerics.units)
 def test_tiles_of_the_fast_path_in_class_a8(numerics, sm_90):
-    """Its widest tile has 112 tokens."""
+    """The widest is for the fp8 units."""
     plan = choose(numerics, CARD, "auto", SHAPES)
-    for slots, tokens in ((8, 8), (10_000, 112)):
+    for slots, tokens in ((8, 8), (10_000, 64 if numerics is A8_BF16 else 112)):
         found = tiles_of(plan, numerics, SHAPES, slots, (8,))
         assert [c.tile.tokens for c in found] == [tokens, tokens]
         assert {c.kernel for c in found} == {"kernels/cuda/experts.cu"}

@@ -60,15 +60,21 @@ class ArrangedModule(ExactModule):
         wanted = path.storage.layout
         for name in self._packed_meta:
             self._stored(name)  # takes a module that was changed back to canonical order
-        if self._layout != wanted:
-            if self._layout != CANONICAL:
+        before = self._layout
+        if before != wanted:
+            if before != CANONICAL:
                 raise Unsupported(
                     f"backend {path.name!r} reads experts in {wanted} order, and these are in "
                     f"{self._layout} order for another backend; allowed: bank.arrange({wanted!r}) "
                     "first, or a copy of the layer (copy.deepcopy), which is in canonical order"
                 )
             self.arrange(wanted)
-        found = tuple(self._prepared_one(name, path) for name in self._packed_meta)
+        try:
+            found = tuple(self._prepared_one(name, path) for name in self._packed_meta)
+        except Unsupported:
+            if before != wanted:
+                self.arrange(before)
+            raise
         device = self._device()
         if device is not None and capturing(device):
             self._captured = workspace.releases(device)
@@ -104,14 +110,16 @@ class ArrangedModule(ExactModule):
         if wanted != CANONICAL:
             for name, weight in zip(self._packed_meta, weights, strict=True):
                 reason = layout.unsupported(weight)
+                if wanted == FRAGMENT_FP8 and weight.device.type == "meta":
+                    reason = "its bytes decide the order, and the meta device has none"
                 if reason is not None:
                     raise Unsupported(f"{name} has no fragment order: {reason}")
         self._prepared.clear()
+        if wanted == FRAGMENT_FP8:  # of all, before the first byte moves
+            self._fp8 = {n: fp8_exact(w) for n, w in zip(self._packed_meta, weights, strict=True)}
         for name, weight in zip(self._packed_meta, weights, strict=True):
             # Not counted as a write: the weights are the same, so whoever keeps something of a
             # buffer's version (a cached layer over a model's parameters) may go on.
-            if wanted == FRAGMENT_FP8:
-                self._fp8[name] = fp8_exact(weight)
             self._convert(name, weight, wanted)
         self._layout = wanted
 
@@ -184,7 +192,9 @@ class ArrangedModule(ExactModule):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         names = [n for name in self._packed_meta for n in (f"{name}_codes", f"{name}_scales")]
-        if self._layout != CANONICAL and all(prefix + name in state_dict for name in names):
+        if self._layout != CANONICAL and all(
+            self._replaces(name, state_dict.get(prefix + name)) for name in names
+        ):
             self._require_movable(CANONICAL)
             self._layout = CANONICAL  # of the bytes that come
             self._fp8.clear()
@@ -192,6 +202,15 @@ class ArrangedModule(ExactModule):
         elif self._layout != CANONICAL:
             self.arrange(CANONICAL)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _replaces(self, name: str, given: Any) -> bool:
+        """Whether a load overwrites all of a buffer; else its own bytes have to be put in order
+        first, since the load may fail.
+        """
+        held = self._buffers[name]
+        if held is None or not isinstance(given, Tensor):
+            return False
+        return given.shape == held.shape and given.dtype == held.dtype
 
     def _converted(self) -> dict[str, Tensor]:
         """Canonical copies of the buffers that are in another order, by name."""

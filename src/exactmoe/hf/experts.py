@@ -6,6 +6,7 @@ FP4 weights, at every width. Under torch.compile a call is one custom operation.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from exactmoe.config import MoEConfig
+from exactmoe.config import MoEConfig, Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.hf import storage
 from exactmoe.hf.adapter import is_silu, register_experts_function, uses_experts_function
@@ -145,10 +146,14 @@ def _build(experts: nn.Module, top_k: int) -> MoELayer:
     return MoELayer(config, bank)
 
 
-def numerics_of(experts: nn.Module) -> str:
-    """The class that a quantizer of ours set; a8 for the stock FP8Experts with FP4 weights."""
+def numerics_of(experts: nn.Module) -> Numerics:
+    """The class that a quantizer of ours set; a8 for the stock FP8Experts with FP4 weights.
+
+    On the bf16 units: the parameters stay in canonical order, which no kernel on fp8 units reads.
+    """
     default = "a8" if hasattr(experts, "gate_up_proj_scale_inv") else "a16"
-    return getattr(experts, NUMERICS, None) or default
+    found = Numerics.preset(getattr(experts, NUMERICS, None) or default)
+    return replace(found, units="bf16")
 
 
 def require_known(experts: nn.Module) -> float | None:

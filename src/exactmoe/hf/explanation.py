@@ -34,8 +34,8 @@ def explain(model: nn.Module, width: int = 8) -> str:
             parts.append(
                 f"{name}, {type(module).__name__}: routed experts only "
                 f"(experts_implementation={experts.NAME!r}), {storage.format_of(module)}, class "
-                f"{experts.numerics_of(module)}, rounded to bfloat16 before the model adds its "
-                "shared expert"
+                f"{experts.numerics_of(module).activation}, rounded to bfloat16 before the model "
+                "adds its shared expert"
             )
     parts += _linears(model)
     return "\n".join(parts) or "no MLP block of this model runs here"

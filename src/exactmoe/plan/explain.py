@@ -16,6 +16,7 @@ from exactmoe.plan.choose import Plan, WeightShape, dense_obstacle
 from exactmoe.plan.dense_tiles import DenseProblem, choose_dense_tile
 from exactmoe.plan.tiles import (
     TILES,
+    WIDEST_ON_BF16,
     TableChoice,
     Tile,
     TileChoice,
@@ -157,7 +158,7 @@ def _expert_tiles(
     for op, weight, projections in (("gate_up", weights[0], 2), ("down", weights[2], 1)):
         choice = choose_tile(plan.tiles, name, op, num_slots, count)
         if plan.backend == "cuda":
-            found.append(replace(choice, kernel=_CUDA_KERNELS))
+            found.append(_on_units(replace(choice, kernel=_CUDA_KERNELS), plan, count))
             continue
         chained = numerics.activation == "a8" or weight.format == "fp8"
         tile = expert_tile(choice.tile, projections, chained)
@@ -186,6 +187,17 @@ def mlp_tiles_of(
         choice = choose_dense_tile(DenseProblem(op, weight.rows, weight.columns, num_tokens))
         found.append(replace(choice, op=f"dense {op}", kernel=_CUDA_DENSE))
     return tuple(found)
+
+
+def _on_units(choice: TileChoice, plan: Plan, count: int) -> TileChoice:
+    """The widest tiles of class a8 are for experts on the fp8 units."""
+    if not plan.units or choice.tile.tokens <= WIDEST_ON_BF16:
+        return choice
+    if plan.units == "bf16":
+        tile = replace(choice.tile, tokens=WIDEST_ON_BF16)
+        return replace(choice, tile=tile, reason=f"{choice.reason} on the bf16 units")
+    told = f"{choice.reason}; {WIDEST_ON_BF16} tokens where one of the {count} experts is on the "
+    return replace(choice, reason=f"{told}bf16 units")
 
 
 def dense_tiles_of(

@@ -74,6 +74,8 @@ class TableChoice(TileChoice):
 # Backend -> op -> tiles by ascending tokens. kernels/cuda/experts.cu fills shared memory with its
 # ring; the others are kernels/triton.
 _CUDA = tuple(Tile(tokens, 128, 64, 128, 20, 0) for tokens in (8, 16, 40, 64, 128))
+# In class a8, wider tiles are for kernels whose experts are all on the fp8 units.
+WIDEST_ON_BF16 = 64
 _CUDA_A8 = (*_CUDA[:-1], replace(_CUDA[-1], tokens=112))
 # Rows of gate_up are of each projection, and both are one operand; a program of a dense down has
 # twice the rows, and programs of small dense weights have fewer (ops/triton/dense_mlp.py).

@@ -39,11 +39,19 @@ QUICK = {
     down("nvfp4", 40, "fp8"),
     down("mxfp4", 112, "fp8"),
 }
+# Compiling all takes half an hour on two cores: these, and the widest tiles, stand for them.
+SLOW = {
+    gate_up("mxfp4", 40, "fp8", "fp8"),
+    gate_up("mxfp4", 112, "fp8", "fp8"),
+    down("nvfp4", 64, "fp8"),
+    down("nvfp4", 40, "bf16"),
+}
 every_variant = pytest.mark.parametrize(
     "variant",
     [
         pytest.param(v, marks=() if v in QUICK else pytest.mark.slow, id=variant_name(v))
         for v in a8_variants()
+        if v in QUICK | SLOW
     ],
 )
 # kind of units -> matrix instruction, its k, and how many make a chain of 128.
@@ -98,7 +106,7 @@ def chains(variant: Variant, machine: Code) -> dict[tuple[str, int], list[int]]:
 
 
 def test_the_quick_ones_are_launched():
-    assert set(a8_variants()) >= QUICK
+    assert set(a8_variants()) >= QUICK | SLOW
 
 
 @every_variant
@@ -196,7 +204,7 @@ def test_arithmetic_is_that_of_the_contract(variant):
     divisions, exps, tokens = counts["FCHK"], counts["FRND"], variant.tokens
     assert divisions == machine.calls >= tokens // 2
     assert exps >= (tokens // 4 if variant.op == "gate_up" else 0)
-    sums = sum(width // 2 for width in widths(tokens)) * len(kinds(variant))
+    sums = sum(width // 2 for width in widths(tokens, batches(variant))) * len(kinds(variant))
     # Narrow tiles add a chain while the next one runs, so the last one behind their loop.
     chains_added = counts["FFMA"] - 5 * divisions - 9 * exps
     assert sums <= chains_added <= 2 * sums

@@ -38,8 +38,6 @@ _ALIGNMENT = 1024
 _MOST_STAGES = 12
 # Wider tiles read packed rows.
 WIDEST_GATHER = 16
-# In a8, wider tiles are for kernels whose experts are all on the fp8 units.
-WIDEST_ON_BF16 = 64
 
 
 @dataclass(frozen=True)

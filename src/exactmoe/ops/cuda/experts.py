@@ -15,13 +15,12 @@ from exactmoe.kernels.cuda.source import (
     PANEL,
     THREADS,
     WIDEST_GATHER,
-    WIDEST_ON_BF16,
     Pack,
     Variant,
 )
 from exactmoe.ops.cuda.launch import numbers, pointers, processors, queue
 from exactmoe.ops.cuda.prepare import CudaWeight
-from exactmoe.plan.tiles import tile
+from exactmoe.plan.tiles import WIDEST_ON_BF16, tile
 from exactmoe.runtime.routes import RouteTable
 
 _NO_CLAMP = float("inf")

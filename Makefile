@@ -30,7 +30,7 @@ export TORCH_INDEX
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo style check test bench verify gpu-test
+.PHONY: help setup demo style check test test-long bench verify gpu-test
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r verb text; do \
@@ -54,7 +54,10 @@ check: setup ## formatting, lint, types and structure, nothing changed
 
 # One thread a process: the workers already fill the cores, and bits must not depend on threads.
 test: check ## everything that needs no GPU
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -m "not gpu and not two_gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -m "not gpu and not two_gpu and not long" $(ARGS)
+
+test-long: setup ## tests that take most of a minute each, left out of test
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -m "long and not gpu and not two_gpu" $(ARGS)
 
 gpu-test: setup ## the tests that need a CUDA card
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-test: torch sees no CUDA card")'

@@ -37,6 +37,7 @@ def test_verify_over_two_ranks():
     assert set(layer["not_run"]) >= {"cards", "callers"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_generate_over_three_ranks_is_the_text_of_one_process():
     asked = ("generate", str(DEMO / "glm5_next"), "--prompt", "def f(x):", "--json")

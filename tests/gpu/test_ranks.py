@@ -138,6 +138,7 @@ def text_of(rank: int, backend: str, name: str) -> tuple[tuple[int, ...], tuple[
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["glm5_next", "deepseek_v4"])
 def test_text(backend, name):
     texts = on_ranks(text_of, 2, backend, name, backend=backend)

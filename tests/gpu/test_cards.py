@@ -7,22 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from card_layers import (
-    GUARD_BITS,
-    GuardedLayer,
-    arenas_of,
-    fill,
-    guarded_room,
-    on_cards,
-    seed_bank,
-    seed_call,
-    ways,
-)
+from card_layers import GUARD_BITS, GuardedLayer, arenas_of, fill, guarded_room, on_cards, ways
 from exactmoe import Limits, MoEConfig, MoELayer
 from exactmoe.bank import Partition
 from gpu_cards import CARDS, CLASSES, CPU, EXPERTS, captured
 from gpu_layers import call, token_ids
 from layers import assert_same_bits
+from seed_bank import seed_bank, seed_call
 
 PLACEMENTS = {
     "even": Partition.even(EXPERTS, 2),
@@ -65,7 +56,7 @@ def test_the_seeds_own_case(names, numerics, hidden, inner):
     for returns in ways(partition):
         cards = on_cards(layer, partition, returns, names=names, kind=GuardedLayer, limits=limits)
         for tokens in (1, 6, 32):
-            given = [part.to(names[0]) for part in seed_call(hidden, tokens)]
+            given = [part.to(names[0]) for part in seed_call(tokens, hidden)]
             expected = layer.experts(*given)
             assert len(expected.unique()) > 100
             for serial in (False, True):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from exactmoe import ExpertBank, Limits, MoELayer, PackedWeight, Placement, ops
+from exactmoe import Limits, MoELayer, Placement, ops
 from exactmoe.bank import Partition
 from exactmoe.config import RETURNS
 from exactmoe.runtime.workspace import Arena, Region, arena, beside
@@ -86,35 +86,6 @@ class GuardedLayer(MoELayer):
             memory = held.memory
             memory[: memory.nbytes // 4 * 4].view(torch.int32).fill_(GUARD_BITS)
         _wait(arenas)
-
-
-def seed_bank(hidden: int, inner: int) -> ExpertBank:
-    """The first seed's bytes, made to differ by expert and projection as its later gates asked."""
-
-    def weight(number: int, rows: int, columns: int) -> PackedWeight:
-        index = torch.arange(8 * rows * columns // 2).view(8, rows, -1)
-        expert = torch.arange(8)[:, None, None]
-        codes = (index + 1000003 * number) * 2654435761 >> 16 & 0xFF
-        blocks = torch.arange(8 * rows * columns // 16).view(8, rows, -1)
-        scales = 0x20 + (blocks + 7 * number + 3 * expert) % 32
-        powers = (torch.arange(8) * 3 + number) % 7 - 3
-        return PackedWeight(
-            "nvfp4",
-            codes.to(torch.uint8),
-            scales.to(torch.uint8),
-            torch.ldexp(torch.ones(8), powers),
-        )
-
-    return ExpertBank(weight(0, inner, hidden), weight(2, inner, hidden), weight(1, hidden, inner))
-
-
-def seed_call(hidden: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x bf16, ids and weights of the first seed's case: top-6 of 8, every fifth weight -0."""
-    x = (torch.arange(tokens * hidden) * 11 % 251 - 125).view(tokens, hidden) / 64
-    slot = torch.arange(tokens * 6)
-    ids = ((slot // 6 * 7 + slot % 6 * 3) % 8).int().view(tokens, 6)
-    weights = torch.where(slot % 5 == 0, -0.0, (slot % 13 - 5) / 8).float().view(tokens, 6)
-    return x.bfloat16(), ids, weights
 
 
 def guarded_room(tokens: int, hidden: int, device: str = "cpu") -> Tensor:

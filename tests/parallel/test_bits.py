@@ -7,18 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from card_layers import (
-    GUARD_BITS,
-    GuardedLayer,
-    guarded_room,
-    on_cards,
-    seed_bank,
-    seed_call,
-    ways,
-)
+from card_layers import GUARD_BITS, GuardedLayer, guarded_room, on_cards, ways
 from exactmoe import Limits, MoEConfig, MoELayer
 from exactmoe.bank import Partition
 from layers import CLASSES, assert_same_bits, layer_of, normal, random_bank, random_call
+from seed_bank import seed_bank, seed_call
 from small_layers import EXPERTS, VOCABULARY, small_layer
 
 PARTITIONS = [
@@ -142,7 +135,7 @@ def test_the_seeds_own_case(hidden, inner, rows, numerics):
     layer = MoELayer(config, seed_bank(hidden, inner), limits=Limits(max_rows=32))
     partition = Partition.even(8, 2)
     for tokens in rows:
-        call = seed_call(hidden, tokens)
+        call = seed_call(tokens, hidden)
         expected = layer.experts(*call)
         assert len(expected.unique()) > 100
         for returns in ways(partition) if hidden < 1000 or tokens == 1 else ("partials",):

@@ -100,7 +100,7 @@ struct Place {
 template <bool multiplies>
 __device__ __forceinline__ void take_registers() {
     if constexpr (TOKENS >= (A8 ? 40 : 96)) {
-        if constexpr (multiplies) asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
-        else asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        if constexpr (multiplies) more_registers<112>();
+        else fewer_registers<32>();
     }
 }

@@ -157,7 +157,46 @@ __device__ __forceinline__ u64 operand(u32 address, u32 stride) {
     return u64((address & 0x3FFFF) >> 4) | (u64(stride >> 4) << 32) | (u64(1) << 62);
 }
 
+// ---- registers of a thread, by all warps of a warpgroup
+
+template <int registers>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// ---- bytes
+
+// Nibble i of the selector picks byte i of the result from the eight of low and high; its bit 3
+// would pick the byte's sign.
+__device__ __forceinline__ u32 permute(u32 low, u32 high, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+    return bytes;
+}
+
 // ---- arithmetic, each rounded to nearest even, subnormals kept
+
+// Two bf16 times the low, or the high bf16 of another word.
+__device__ __forceinline__ u32 times_low(u32 pair, u32 factors) {
+    u32 product;
+    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2;\n"
+        "mov.b32 both, {low, low}; mul.rn.bf16x2 %0, %1, both; }"
+        : "=r"(product) : "r"(pair), "r"(factors));
+    return product;
+}
+
+__device__ __forceinline__ u32 times_high(u32 pair, u32 factors) {
+    u32 product;
+    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2;\n"
+        "mov.b32 both, {high, high}; mul.rn.bf16x2 %0, %1, both; }"
+        : "=r"(product) : "r"(pair), "r"(factors));
+    return product;
+}
 
 __device__ __forceinline__ float min_nan(float a, float b) {
     float result;

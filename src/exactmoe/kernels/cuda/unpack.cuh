@@ -51,16 +51,7 @@ struct Scales {
 
 // Both numbers of a pair times the low (`half` 0) or the high scale of a word.
 __device__ __forceinline__ u32 times(u32 pair, u32 scales, int half) {
-    u32 product;
-    if (half == 0)
-        asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2;\n"
-            "mov.b32 both, {low, low}; mul.rn.bf16x2 %0, %1, both; }"
-            : "=r"(product) : "r"(pair), "r"(scales));
-    else
-        asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2;\n"
-            "mov.b32 both, {high, high}; mul.rn.bf16x2 %0, %1, both; }"
-            : "=r"(product) : "r"(pair), "r"(scales));
-    return product;
+    return half == 0 ? times_low(pair, scales) : times_high(pair, scales);
 }
 
 // A operands of steps `step` and `step` + 1, step even: rows of the first and of the second panel.

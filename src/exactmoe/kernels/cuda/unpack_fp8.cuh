@@ -53,9 +53,7 @@ struct Tables {
 
 // Four bytes of a table. The selector's nibbles are below 8, which __byte_perm would see to again.
 __device__ __forceinline__ u32 chosen(const u32 (&table)[2], u32 selector) {
-    u32 bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(table[0]), "r"(table[1]), "r"(selector));
-    return bytes;
+    return permute(table[0], table[1], selector);
 }
 
 // Registers a and b of one word: k = 4c ... 4c + 3 and 16 more.

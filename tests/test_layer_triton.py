@@ -4,6 +4,7 @@ numpy's dots add in another order than the CPU backend, so random values are com
 values whose sums are exact by bytes. (On a card tests/gpu compare bytes.)
 """
 
+import importlib
 import logging
 
 import pytest
@@ -24,6 +25,7 @@ from exactmoe.block import Space
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.formats.scales import encode_e4m3
 from exactmoe.ops.cuda import dense_mlp as cuda_dense
+from exactmoe.plan import Plan
 from exactmoe.runtime import notes
 from exactmoe.runtime.workspace import arena
 from layers import (
@@ -190,6 +192,42 @@ def test_pieces_and_the_log_line(rng, monkeypatch, caplog):
     assert_same_bits(layer(x), pieces)
 
 
+def test_the_log_line_of_a_shared_expert(rng, monkeypatch, caplog):
+    monkeypatch.setattr(notes, "_said", set())
+    layer, x = make(rng), normal(rng, 3, 128)
+    with caplog.at_level(logging.INFO, "exactmoe"):
+        layer(x)
+        layer(x)
+    (line,) = [m for m in caplog.messages if "dense gate_up: kernels/triton/dense_mlp.py" in m]
+    assert line.startswith("backend triton on cpu runs bf16, bf16, bf16: dense gate_up: ")
+    assert "numerics: activation a16" in line
+
+
+def test_the_log_says_why_a_shared_expert_has_other_kernels_than_its_path(rng, monkeypatch, caplog):
+    """By the plan of its layer; again where its weights have become others."""
+    monkeypatch.setattr(notes, "_said", set())
+    explain = importlib.import_module("exactmoe.plan.explain")
+    monkeypatch.setattr(explain, "architecture_name", lambda device: "sm_90")
+    dense = DenseMLP(*(normal(rng, *s) for s in ((64, 128), (64, 128), (128, 64))))
+    space = Space(ops.path("triton"), {}, arena(CPU))
+
+    def say() -> None:
+        dense.say_first(space, 3, lambda: Plan("cuda", "cuda:0", "the fast path"))
+
+    with caplog.at_level(logging.INFO, "exactmoe"):
+        say()
+        say()
+        (taken,) = (m for m in caplog.messages if m.startswith("backend"))
+        dense.bank.gate_codes = torch.zeros(64 * 128 + 4, dtype=torch.bfloat16)[4:].view(1, 64, 128)
+        say()
+    assert "dense gate_up: kernels/cuda/dense.cu, 8 tokens" in taken and " | not " not in taken
+    refused = caplog.messages[-1]
+    assert caplog.messages[-2] == taken
+    assert "dense gate_up: kernels/triton/dense_mlp.py, 16 tokens" in refused
+    said = "the rows of dense gate do not begin at multiples of 16 bytes"
+    assert refused.endswith(f" | not kernels/cuda/dense.cu: {said}")
+
+
 @pytest.mark.parametrize("numerics", CLASSES)
 def test_a_table_may_repeat_an_id(numerics):
     layer, x, tokens, expected = repeating_table(numerics, "triton")
@@ -222,7 +260,7 @@ def test_a_tile_is_checked_against_the_path_of_the_layer(rng, monkeypatch):
     """8 tokens are offered by "cuda" only; dense parts that its own kernel does not take have the
     next wider of the portable tiles.
     """
-    monkeypatch.setattr(cuda_dense, "fits", lambda weights, rows: False)
+    monkeypatch.setattr(cuda_dense, "takes", lambda weights: False)
     dense = make(rng).shared
     x = normal(rng, 3, 128)
     arena(CPU).fill(0xFF)

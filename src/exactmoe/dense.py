@@ -1,5 +1,7 @@
 """DenseMLP: dense FFN layers and shared experts."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,6 @@ class DenseMLP(Block):
         self.bank = bank
         self.swiglu_limit = checked_swiglu_limit(swiglu_limit)
         self.numerics = Numerics(output=output)
-        self._kind = hash((self.bank.shapes, output))
         self._ready()
 
     @property
@@ -91,7 +92,7 @@ class DenseMLP(Block):
         y = output(out, {"x": x}, own, self.hidden_size, self.numerics.output)
 
         def compute(space: Space, piece: slice) -> None:
-            self._say_first(space, y[piece].shape[0])
+            self.say_first(space, y[piece].shape[0], self.plan)
             space.path.finish(self.run(space, space.staged(x[piece])), y[piece])
 
         self._in_pieces(x.shape[0], compute)
@@ -106,13 +107,16 @@ class DenseMLP(Block):
         space.path.dense_mlp(x, (gate, up, down), self.swiglu_limit, h, result)
         return result
 
-    def _say_first(self, space: Space, num_tokens: int) -> None:
-        def text() -> str:
-            plan = self.plan()
-            tiles = self.tiles(plan, num_tokens)
-            return first_line(plan, self.numerics, self.bank.formats, tiles)
+    def say_first(self, space: Space, num_tokens: int, plan: Callable[[], Plan]) -> None:
+        """Log what runs `num_tokens` when it first does; plan: of the layer that calls `run`."""
 
-        say_first(space, self._kind, num_tokens, text)
+        def text() -> str:
+            found = plan()
+            tiles = self.tiles(found, num_tokens)
+            return first_line(found, self.numerics, self.bank.formats, tiles)
+
+        # Of the weights as they are now: where they lie may choose another kernel.
+        say_first(space, hash((self.bank.shapes, self.numerics.output)), num_tokens, text)
 
     def _prepare(self, path: ops.Path) -> None:
         self.bank.prepared_for(dense_path(path))

@@ -323,6 +323,8 @@ class MoELayer(Block):
                 self.route_ring.record(routed[0])
             return answered(self, space, x, routed)
 
+        if shared is not None:
+            shared.say_first(space, x.shape[0], self.plan)
         dense = None
         if shared is None:
             answer = experts()

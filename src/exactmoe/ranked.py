@@ -249,8 +249,10 @@ class RankedLayer(MoELayer):
         y: Tensor,
     ) -> None:
         # One after the other on one stream: collectives keep one order on all ranks.
-        num_tokens = x.shape[0]
-        dense = shared.run(space, x) if shared is not None and num_tokens else None
+        num_tokens, dense = x.shape[0], None
+        if shared is not None and num_tokens:
+            shared.say_first(space, num_tokens, self.plan)
+            dense = shared.run(space, x)
         if num_tokens:
             routed = route()
         else:

@@ -149,9 +149,14 @@ def test_why_a_dense_mlp_does_not_take_it(gate, reason, sm_90):
     assert reason in reasons(plan)["cuda"]
     asked = choose(A16, CARD, "cuda", dense=dense)
     assert asked.backend == "triton" and reason in asked.reason
-    for choice in mlp_tiles_of(choose(A16, CARD, "auto", EXPERTS), dense, 8):
+    of_layer = choose(A16, CARD, "auto", EXPERTS)
+    found = mlp_tiles_of(of_layer, dense, 8)
+    for choice in found:
         assert choice.kernel == "kernels/triton/dense_mlp.py"
         assert "; not kernels/cuda/dense.cu: " in choice.reason and reason in choice.reason
+    line = first_line(of_layer, A16, ("bf16",) * 3, found)
+    assert line.count(f" | not {choice.refused} | not triton: ") == 1
+    assert reason in choice.refused
 
 
 def test_tiles_of_a_dense_mlp(sm_90, monkeypatch):

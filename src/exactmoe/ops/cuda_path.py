@@ -65,9 +65,9 @@ class CudaPath(TritonPath):
         h: Tensor,
         out: Tensor,
     ) -> None:
-        if dense_mlp.fits(weights, (x, h, out)):
+        if dense_mlp.takes(weights):
             dense_mlp.dense_mlp(x, weights, swiglu_limit, h, out)
-        else:  # layer.explain() says why
+        else:  # layer.explain() and the log say why
             super().dense_mlp(x, weights, swiglu_limit, h, out)
 
     def dense_gate_up(
@@ -77,7 +77,7 @@ class CudaPath(TritonPath):
         swiglu_limit: float | None,
         h: Tensor,
     ) -> None:
-        if dense_mlp.fits(gate_up, (x, h)):
+        if dense_mlp.takes(gate_up):
             dense_mlp.dense_gate_up(x, gate_up, swiglu_limit, h)
         else:
             super().dense_gate_up(x, gate_up, swiglu_limit, h)

@@ -180,8 +180,11 @@ def mlp_tiles_of(
     obstacle = dense_obstacle(weights)
     if obstacle is not None:
         portable = dense_tiles_of(plan, ops, num_tokens)
-        said = f"not {_CUDA_DENSE}: {obstacle}"
-        return tuple(replace(choice, reason=f"{choice.reason}; {said}") for choice in portable)
+        said = f"{_CUDA_DENSE}: {obstacle}"
+        return tuple(
+            replace(choice, reason=f"{choice.reason}; not {said}", refused=said)
+            for choice in portable
+        )
     found = []
     for op, weight in ops.items():
         choice = choose_dense_tile(DenseProblem(op, weight.rows, weight.columns, num_tokens))
@@ -236,7 +239,8 @@ def first_line(
 ) -> str:
     """What the log says when a path and tile first run: kernels, tiles, numerics, why no other.
 
-    The reasons of the tiles are left out: they name the width, and a line comes once a tile.
+    Of the tiles' reasons, which name the width, only what refuses a kernel: a line comes once a
+    tile.
     """
     values = ", ".join(f"{name} {value}" for name, value in numerics.to_dict().items())
     told = [f"{choice.op}: {choice.kernel}, {choice.tile}" for choice in tiles]
@@ -245,6 +249,7 @@ def first_line(
         f"backend {plan.backend} on {plan.device} runs {', '.join(formats)}: {kernels}",
         f"numerics: {values}",
         f"because: {plan.reason}",
+        *dict.fromkeys(f"not {choice.refused}" for choice in tiles if choice.refused),
         *(f"not {r.backend}: {r.reason}" for r in plan.rejected),
     ]
     return " | ".join(parts)

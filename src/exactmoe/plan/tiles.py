@@ -52,12 +52,14 @@ class TileChoice:
     """The tile of one op in a call, and why it is not another.
 
     kernel: the source that computes it; "" where only the tile is asked for.
+    refused: why the backend's own kernels do not; "" where they do. The reason ends with it.
     """
 
     op: str
     tile: "Tile | DenseTile"
     reason: str
     kernel: str = ""
+    refused: str = ""
 
     def __str__(self) -> str:
         kernel = f"{self.kernel}, " if self.kernel else ""

@@ -3,6 +3,7 @@ Nothing runs: the kernel and the driver are fakes that keep them, and tensors ar
 """
 
 import ctypes
+import importlib
 import re
 from importlib.resources import files
 from math import inf
@@ -11,10 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight
 from exactmoe.kernels.cuda.tensor_map import TensorMap
 from exactmoe.ops.cuda import dense_mlp
+from exactmoe.ops.cuda_path import CudaPath
 from exactmoe.ops.triton.prepare import prepare
+from exactmoe.ops.triton_path import TritonPath
+from exactmoe.plan import Plan, WeightShape, mlp_tiles_of
 from exactmoe.plan.dense_tiles import DENSE_TILES
 
 STREAM, PROCESSORS = 77, 132
@@ -177,16 +182,75 @@ def test_gate_up_alone(launched):
     assert [one.variant.op for one in launched] == ["gate_up"]
 
 
-def test_fits():
+def wider(rows: int, columns: int, more: int = 4) -> torch.Tensor:
+    """[rows, columns] whose rows are `more` elements further apart."""
+    return torch.zeros(rows, columns + more, dtype=torch.bfloat16)[:, :columns]
+
+
+def shifted(rows: int, columns: int, elements: int) -> torch.Tensor:
+    """[rows, columns] that begins `elements` behind a multiple of 16 bytes."""
+    memory = torch.zeros(rows * columns + elements, dtype=torch.bfloat16)
+    return memory[elements:].view(rows, columns)
+
+
+def one_expert(matrix: torch.Tensor):
+    return prepare(PackedWeight("bf16", matrix[None]))
+
+
+FP8 = PackedWeight("fp8", torch.zeros(1, 192, 128, dtype=torch.uint8), torch.ones(1, 2, 1))
+GATES = {
+    "taken": bf16(192, 128),
+    "rows far apart": one_expert(wider(192, 128, 8)),
+    "fp8": prepare(FP8),
+    "rows at odd places": one_expert(wider(192, 128)),
+    "begins at an odd place": one_expert(shifted(192, 128, 4)),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_the_weights_alone_choose_the_kernel_and_explain_names_it(name, launched, monkeypatch):
+    """One rule for the plan and the op: what `mlp_tiles_of` says is what is launched."""
+    portable = []
+    for op in ("dense_mlp", "dense_gate_up"):
+        monkeypatch.setattr(TritonPath, op, lambda *given: portable.append(given))
+    x, (_, up, down), h, out = problem(3, 128, 192)
+    weights, path = (GATES[name], up, down), CudaPath()
+    path.dense_mlp(x, weights, None, h, out)
+    path.dense_gate_up(x, weights[:2], None, h)
+    taken = name in ("taken", "rows far apart")
+    assert (len(launched), len(portable)) == ((3, 0) if taken else (0, 2))
+    shapes = tuple(WeightShape.of(w.format, w.weight.codes) for w in weights)
+    explain = importlib.import_module("exactmoe.plan.explain")
+    monkeypatch.setattr(explain, "architecture_name", lambda device: "sm_90")
+    plan = Plan("cuda", "cuda:0", "")
+    kernels = {choice.kernel for choice in mlp_tiles_of(plan, shapes, 3)}
+    assert kernels == {"kernels/cuda/dense.cu" if taken else "kernels/triton/dense_mlp.py"}
+
+
+def test_one_row_is_read_wherever_a_next_one_would_be(launched):
+    """A row that is cut out of a wider tensor is contiguous, with any stride."""
+    _, weights, h, out = problem(1, 128, 192)
+    x = wider(1, 128)
+    assert x.is_contiguous() and x.stride(0) == 132
+    CudaPath().dense_mlp(x, weights, None, h, out)
+    assert [one.variant.op for one in launched] == ["gate_up", "down"]
+    assert launched[0].arguments["token_map"][:3] == (x.data_ptr(), (1, 128), 128)
+
+
+ROWS = [
+    ("x", shifted(3, 128, 4), "x begins 8 bytes behind a multiple of 16"),
+    ("x", wider(3, 128), r"the rows of x are 264 bytes apart"),
+    ("x", torch.zeros(128, 3, dtype=torch.bfloat16).T, r"x has strides \(1, 3\)"),
+    ("h", wider(3, 192), "the rows of h are 392 bytes apart"),
+    ("out", torch.zeros(3, 129)[:, :128], "the rows of out are 516 bytes apart"),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "reason"), ROWS)
+def test_rows_that_tensor_copies_cannot_reach_are_refused(name, rows, reason, launched):
+    """A workspace and `Space.staged` never give such; no other kernel is taken silently."""
     x, weights, h, out = problem(3, 128, 192)
-    assert dense_mlp.fits(weights, (x, h, out))
-    odd = torch.zeros(3, 96, dtype=torch.bfloat16)
-    assert not dense_mlp.fits(weights, (odd, h, out))  # 96 is no multiple of 64
-    parts = torch.zeros(3 * 128 + 8, dtype=torch.bfloat16)
-    assert dense_mlp.fits(weights, (parts[8:].view(3, 128), h))
-    assert not dense_mlp.fits(weights, (parts[4:-4].view(3, 128), h))  # 8 bytes past 16
-    strided = torch.zeros(3, 132, dtype=torch.bfloat16)[:, :128]
-    assert not dense_mlp.fits(weights, (strided, h))  # rows 264 bytes apart
-    assert not dense_mlp.fits(weights, (x.T,))
-    fp8 = PackedWeight("fp8", torch.zeros(1, 192, 128, dtype=torch.uint8), torch.ones(1, 2, 1))
-    assert not dense_mlp.fits((prepare(fp8), *weights[1:]), (x, h, out))
+    given = {"x": x, "h": h, "out": out, name: rows}
+    with pytest.raises(Unsupported, match=reason):
+        CudaPath().dense_mlp(given["x"], weights, None, given["h"], given["out"])
+    assert launched == []

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exactmoe.errors import Unsupported
 from exactmoe.kernels.cuda.compile import kernel
-from exactmoe.kernels.cuda.dense import CHUNK, SEGMENT, Dense
+from exactmoe.kernels.cuda.dense import SEGMENT, Dense
 from exactmoe.kernels.cuda.tensor_map import TensorMap, rows_map
 from exactmoe.ops.triton.prepare import TritonWeight
+from exactmoe.plan.choose import dense_obstacle
 from exactmoe.plan.dense_tiles import DenseProblem, DenseTile, best_span, dense_tile
 
 _NO_CLAMP = float("inf")
@@ -56,7 +58,7 @@ class DenseLaunch:
             *(_weight_map(weight, variant) for weight in self.weights),
             _token_map(self.tokens, variant),
             ctypes.c_void_p(self.out.data_ptr()),
-            ctypes.c_uint64(self.out.stride(0)),
+            ctypes.c_uint64(_stride(self.out)),
             *(ctypes.c_uint32(number) for number in (num_tokens, self.span, rows, columns)),
             ctypes.c_float(self.limit),
         ]
@@ -78,18 +80,11 @@ class DenseLaunch:
         return -(-items // -(-items // most))
 
 
-def fits(weights: Sequence[TritonWeight], rows: Sequence[Tensor]) -> bool:
-    """Whether these kernels read the weights, and read and write the rows: bf16, columns in
-    multiples of 64, and each row where tensor copies can read it.
+def takes(weights: Sequence[TritonWeight]) -> bool:
+    """Whether these kernels run gate, up and down, or gate and up: what a plan finds and `explain`
+    says (plan.mlp_tiles_of). Rows have no say in it.
     """
-    matrices = [weight.weight.codes[0] for weight in weights]
-    return all(weight.format == "bf16" for weight in weights) and all(
-        tensor.shape[1] % CHUNK == 0
-        and tensor.stride(1) == 1
-        and tensor.stride(0) * tensor.element_size() % _ALIGNMENT == 0
-        and tensor.data_ptr() % _ALIGNMENT == 0
-        for tensor in (*matrices, *rows)
-    )
+    return dense_obstacle([weight.shape for weight in weights]) is None
 
 
 def dense_mlp(
@@ -99,9 +94,14 @@ def dense_mlp(
     h: Tensor,
     out: Tensor,
 ) -> None:
-    """x bfloat16 [T, H] -> out float32 [T, H] before its rounding; h bfloat16 [T, I] is scratch."""
+    """x bfloat16 [T, H] -> out float32 [T, H] before its rounding; h bfloat16 [T, I] is scratch.
+
+    Raises:
+        Unsupported: rows that tensor copies cannot reach; a workspace has none.
+    """
     if x.shape[0] == 0:
         return
+    _require_reachable("out", out)
     dense_gate_up(x, weights[:2], swiglu_limit, h)
     down = weights[2].weight.codes[0]
     # Behind its gate_up, which started when everything older had ended.
@@ -117,6 +117,8 @@ def dense_gate_up(
     """The first half: x bfloat16 [T, H] -> h bfloat16 [T, I]."""
     if x.shape[0] == 0:
         return
+    _require_reachable("x", x)
+    _require_reachable("h", h)
     gate, up = (weight.weight.codes[0] for weight in gate_up)
     limit = _NO_CLAMP if swiglu_limit is None else float(swiglu_limit)
     _launch("gate_up", (gate, up), x, h, limit).run(early=True)
@@ -149,7 +151,27 @@ def _token_map(tokens: Tensor, variant: Dense) -> TensorMap:
     """Of all tokens and chunks of a stage, or of a piece that is sent to a cluster."""
     box_chunks = variant.chunks if variant.cluster == 1 else 1
     shape = (tokens.shape[0], tokens.shape[1])
-    return rows_map(tokens.data_ptr(), shape, tokens.stride(0), variant.piece, box_chunks)
+    return rows_map(tokens.data_ptr(), shape, _stride(tokens), variant.piece, box_chunks)
+
+
+def _stride(rows: Tensor) -> int:
+    """Elements from row to row. A single row may have any stride, which says nothing."""
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+
+
+def _require_reachable(name: str, rows: Tensor) -> None:
+    """Unsupported unless each row lies in one piece and begins at a multiple of 16 bytes."""
+    if rows.stride(1) != 1:
+        raise Unsupported(f"{name} has strides {rows.stride()}; allowed: the last stride 1")
+    if past := rows.data_ptr() % _ALIGNMENT:
+        raise Unsupported(
+            f"{name} begins {past} bytes behind a multiple of {_ALIGNMENT}; allowed: 0 bytes"
+        )
+    apart = _stride(rows) * rows.element_size()
+    if apart % _ALIGNMENT:
+        raise Unsupported(
+            f"the rows of {name} are {apart} bytes apart; allowed: multiples of {_ALIGNMENT}"
+        )
 
 
 @cache

@@ -1,6 +1,7 @@
 """prepare: what the Triton kernels need to read a packed weight where it lies."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from exactmoe.errors import Unsupported
 from exactmoe.formats import PackedWeight, exponent_range
 from exactmoe.formats.scales import E8M0_BIAS, power_of_two
+from exactmoe.plan import WeightShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,11 @@ class TritonWeight:
     @property
     def format(self) -> str:
         return self.weight.format
+
+    @cached_property
+    def shape(self) -> WeightShape:
+        """What a plan chooses kernels by; codes that move are prepared again."""
+        return WeightShape.of(self.weight.format, self.weight.codes)
 
     @property
     def divide(self) -> bool:

@@ -255,14 +255,14 @@ def test_all_experts_on_the_fp8_units(format, cuda_paths, rng):
     ("projection", "exact"), [("gate", [True, False, True]), ("down", [True, True, False])]
 )
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_fixed_fp8_units_refuse_an_inexact_expert_by_name(
+def test_fixed_fp8_units_refuse_an_inexact_expert_by_projection_and_number(
     projection, exact, format, cuda_paths, rng
 ):
     bank = bank_of(rng, format, ALL | {projection: exact})
     before = bytes_of(bank)
     said = (
-        rf"^numerics.units is 'fp8', and expert {exact.index(False)} is not exact on the fp8 "
-        r"units \(contract section 3\); allowed: auto, bf16$"
+        rf"^{projection}: numerics.units is 'fp8', and expert {exact.index(False)} is not exact "
+        r"on the fp8 units \(contract section 3\); allowed: auto, bf16$"
     )
     for _ in range(2):
         with pytest.raises(Unsupported, match=said):

@@ -64,12 +64,19 @@ class ExactModule(nn.Module):
         return kept[1]
 
     def prepared(self, name: str, backend: str, prepare: Callable[[PackedWeight], Any]) -> Any:
-        """What a backend's `prepare` makes of a packed weight, once until the buffers change."""
+        """What a backend's `prepare` makes of a packed weight, once until the buffers change.
+
+        Raises:
+            Unsupported: the backend cannot read it; the message begins with `name`.
+        """
         weight = self._stored(name)
         kept = self._prepared.get((name, backend))
         if kept is None or kept[0] is not weight:
             self._require_eager(f"{name} is prepared for backend {backend!r}")
-            kept = weight, prepare(weight)
+            try:
+                kept = weight, prepare(weight)
+            except Unsupported as error:
+                raise Unsupported(f"{name}: {error.reason}") from error
             if weight.device.type == "cuda":
                 # Calls on other streams read it too, without waiting for this one.
                 torch.cuda.current_stream(weight.device).synchronize()

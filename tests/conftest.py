@@ -1,6 +1,7 @@
 """Fixtures and rules that every test shares."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Before torch and numba start their thread pools: two pytest workers share the cores.
@@ -10,6 +11,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# A shell's background job, and every process that it starts, ignores ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = 20260
 

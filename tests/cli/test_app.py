@@ -101,7 +101,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_path(run, arguments, message):
+def test_bad_path(run, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr

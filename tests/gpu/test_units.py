@@ -102,6 +102,23 @@ def test_bf16_units_give_the_bits_of_the_portable_kernels(card, kind):
     assert_same_bits(layer_of(bank, "bf16", "triton").experts(*call), one)
 
 
+def test_a_group_of_the_largest_magnitudes(card):
+    """Its scale is 2^120; the weights that meet the large value are zeros."""
+    weights = list(bank_of("nvfp4", card).weights())
+    for index in (0, 1):
+        codes = weights[index].codes.clone()
+        codes[:, :, 0] &= 0x70
+        weights[index] = PackedWeight(
+            "nvfp4", codes, weights[index].scales, weights[index].global_scale
+        )
+    bank, (x, ids, routing) = ExpertBank(*weights), call_of(card)
+    x[:3, 0] = 3.3e38
+    call = x[:40], ids[:40], routing[:40]
+    found = layer_of(bank, "bf16").experts(*call)
+    assert found.isfinite().all()
+    assert_same_bits(layer_of(bank, "bf16", "triton").experts(*call), found)
+
+
 @pytest.mark.parametrize("kind", ["of both kinds", "nvfp4"])
 def test_experts_that_are_not_exact_have_the_bits_of_the_bf16_units(card, kind):
     """Decided from its own bytes: gate, up and down of an expert that none of them fits."""

@@ -170,8 +170,8 @@ class Path(Protocol):
     ) -> None:
         """gate_up and quantize of h in one, of paths whose `storage.units` is not "": quantised
         rows [T, H], with scratch for packed ones in `packed`; weights of gate, up and down; routing
-        weights [T, K] -> h packed: e4m3 values where down's expert runs on the fp8 units, the same
-        as bf16 in `packed` where it does not, and scales.
+        weights [T, K] -> h packed: e4m3 values where down's expert runs on the fp8 units, their
+        values x 2^8 as bf16 in `packed` where it does not, and scales.
         """
 
     def down(

@@ -103,6 +103,8 @@ __device__ __forceinline__ void fill_ring(const Arguments& given, const Ring& ri
             }
         }
     }
+    // A block without items, too, ends behind gate_up: what follows down may rely on both.
+    if (!waited) wait_for_earlier_kernels();
 }
 
 // Three warps: rows of x that are not packed; each warp fills every third stage.

@@ -103,9 +103,10 @@ struct Bf16Operands {
         second_scale.load(scales + PANEL_SCALE_BYTES);
     }
 
-    // Operands hold weight x 2^-8.
+    // Operands hold weight x 2^-8, and the rows x 2^8 (wide.cuh): a factor of 2^8 here could pass
+    // the largest float beside a token's scale.
     __device__ __forceinline__ void factors(float& of_first, float& of_second, u32, u32) const {
-        of_first = of_second = 256.0f;
+        of_first = of_second = 1.0f;
     }
 
     template <int N, int HALF>

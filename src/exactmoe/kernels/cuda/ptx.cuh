@@ -226,12 +226,13 @@ __device__ __forceinline__ u32 round_e4m3x2(float low, float high) {
     return codes;
 }
 
-// Two e4m3 (the low 16 bits) as two bf16, exactly.
+// Two e4m3 (the low 16 bits) x 2^8 as two bf16, exactly.
 __device__ __forceinline__ u32 e4m3x2_to_bf16x2(u32 codes) {
     u32 word;
     asm("{ .reg .b32 halves; .reg .b16 low, high; .reg .f32 a, b;\n"
         "cvt.rn.f16x2.e4m3x2 halves, %1; mov.b32 {low, high}, halves;\n"
-        "cvt.f32.f16 a, low; cvt.f32.f16 b, high; cvt.rn.bf16x2.f32 %0, b, a; }"
+        "cvt.f32.f16 a, low; cvt.f32.f16 b, high;\n"
+        "mul.rn.f32 a, a, 0f43800000; mul.rn.f32 b, b, 0f43800000; cvt.rn.bf16x2.f32 %0, b, a; }"
         : "=r"(word) : "h"(u16(codes)));
     return word;
 }

@@ -1,4 +1,4 @@
-// e4m3 codes as bf16 operands of the same values.
+// e4m3 codes as bf16 operands: their values x 2^8.
 
 // 16 codes of features 16p ... of a row, into a piece of 8 rows x 128 bf16 in wgmma's swizzle: two
 // halves of 64 along k.

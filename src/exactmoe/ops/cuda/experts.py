@@ -99,7 +99,7 @@ def gate_up_a8(
         rows: `packed` is scratch for packed rows, as h.
         weights: gate, up, and down, whose units decide how it reads h.
         routing: weights float32 [T, K].
-        h: e4m3 [packed, I] for experts whose down runs on the fp8 units, the same values as bf16
+        h: e4m3 [packed, I] for experts whose down runs on the fp8 units, their values x 2^8 as bf16
             in `packed` for the others, and scales [packed, I // 128].
     """
     gate, up, down = weights

@@ -1,6 +1,6 @@
 """RankedDense: a dense MLP whose output rows are spread over ranks, with the bits of one card."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exactmoe import ops
-from exactmoe.bank import ExactModule
+from exactmoe.bank.projections import PROJECTIONS, Projections
 from exactmoe.block import Block, Space
 from exactmoe.config import Limits
 from exactmoe.dense import DenseMLP, dense_path
@@ -22,76 +22,25 @@ from exactmoe.plan import (
     Explanation,
     Plan,
     TileChoice,
-    WeightShape,
     choose,
     dense_tiles_of,
     mlp_tiles_of,
 )
 from exactmoe.runtime.workspace import Region
 
-_NAMES = ("gate", "up", "down")
 
-
-class CutWeights(ExactModule):
+class CutWeights(Projections):
     """This rank's rows of gate, up [I / R, H] and down [H / R, I] of a dense MLP."""
 
     layout = CANONICAL
 
     def __init__(self, gate: PackedWeight, up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()
-        for name, weight in zip(_NAMES, (gate, up, down), strict=True):
+        for name, weight in zip(PROJECTIONS, (gate, up, down), strict=True):
             self.register_packed(name, weight)
 
-    @property
-    def device(self) -> torch.device:
-        return self.gate.device
-
-    @property
-    def hidden_size(self) -> int:
-        return self.gate.columns
-
-    @property
-    def intermediate_size(self) -> int:
-        """I, of all ranks together."""
-        return self.down.columns
-
-    @property
-    def gate(self) -> PackedWeight:
-        return self.packed("gate")
-
-    @property
-    def up(self) -> PackedWeight:
-        return self.packed("up")
-
-    @property
-    def down(self) -> PackedWeight:
-        return self.packed("down")
-
-    @property
-    def shapes(self) -> tuple[WeightShape, ...]:
-        """Format, rows and columns of gate, up and down on this rank."""
-        return tuple(
-            WeightShape.of(self._packed_meta[name][0], self.get_buffer(f"{name}_codes"))
-            for name in _NAMES
-        )
-
-    @property
-    def formats(self) -> tuple[str, str, str]:
-        """Formats of gate, up and down."""
-        gate, up, down = (self._packed_meta[name][0] for name in _NAMES)
-        return gate, up, down
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on this rank."""
-        return sum(buffer.nbytes for buffer in self.buffers())
-
-    def weights(self) -> Iterator[PackedWeight]:
-        for name in _NAMES:
-            yield self.packed(name)
-
     def prepared_for(self, path: Path) -> tuple[Any, ...]:
-        return tuple(self.prepared(name, path.name, path.prepare) for name in _NAMES)
+        return tuple(self.prepared(name, path.name, path.prepare) for name in PROJECTIONS)
 
 
 class RankedDense(DenseMLP):

@@ -1,6 +1,6 @@
 """ExpertBank: gate, up and down of E experts, packed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,18 +8,16 @@ from torch import Tensor
 
 from exactmoe.bank.arranged import ArrangedModule
 from exactmoe.bank.partition import Partition
+from exactmoe.bank.projections import PROJECTIONS, Projections
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight, quantize
 from exactmoe.ops import CANONICAL
-from exactmoe.plan import WeightShape
 
 if TYPE_CHECKING:
     from exactmoe.bank.split import SplitBank
 
-PROJECTIONS = ("gate", "up", "down")
 
-
-class ExpertBank(ArrangedModule):
+class ExpertBank(Projections, ArrangedModule):
     """The packed weights of E experts: gate and up [E, I, H], down [E, H, I]. Nothing is
     dequantised or copied. After a write through `.data` or numpy: `refresh()`.
 
@@ -33,7 +31,6 @@ class ExpertBank(ArrangedModule):
         ConfigError: the three weights do not fit together (experts, sizes, devices).
     """
 
-    gate_codes: Tensor
     _released = False
 
     def __init__(
@@ -61,56 +58,8 @@ class ExpertBank(ArrangedModule):
             self.register_packed(name, weight)
 
     @property
-    def gate(self) -> PackedWeight:
-        return self.packed("gate")
-
-    @property
-    def up(self) -> PackedWeight:
-        return self.packed("up")
-
-    @property
-    def down(self) -> PackedWeight:
-        return self.packed("down")
-
-    @property
     def num_experts(self) -> int:
         return int(self.gate_codes.shape[0])
-
-    @property
-    def hidden_size(self) -> int:
-        return self.shapes[0].columns
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.shapes[0].rows
-
-    @property
-    def device(self) -> torch.device:
-        return self.gate_codes.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, block scales and global scales of all experts."""
-        return sum(buffer.nbytes for buffer in self.buffers())
-
-    @property
-    def formats(self) -> tuple[str, str, str]:
-        """Formats of gate, up and down."""
-        gate, up, down = (self._packed_meta[name][0] for name in PROJECTIONS)
-        return (gate, up, down)
-
-    @property
-    def shapes(self) -> tuple[WeightShape, ...]:
-        """Format, rows and columns of gate, up and down."""
-        return tuple(
-            WeightShape.of(self._packed_meta[name][0], self.get_buffer(f"{name}_codes"))
-            for name in PROJECTIONS
-        )
-
-    def weights(self) -> Iterator[PackedWeight]:
-        """gate, up and down in canonical order, one at a time: each may be a copy."""
-        for name in PROJECTIONS:
-            yield self.packed(name)
 
     def split(
         self, partition: Partition, cards: Sequence[torch.device | str], *, keep: bool = False

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from exactmoe.bank.expert_bank import PROJECTIONS, ExpertBank
-from exactmoe.bank.module import ExactModule
+from exactmoe.bank.expert_bank import ExpertBank
 from exactmoe.bank.partition import Partition
+from exactmoe.bank.projections import PROJECTIONS, Projections
 from exactmoe.errors import BitMismatch, ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Path
@@ -26,7 +26,7 @@ PIECE_BYTES = 64 << 20
 _INT64_MAX = 2**63 - 1
 
 
-class SplitBank(ExactModule):
+class SplitBank(Projections):
     """E experts on several cards: one ExpertBank a card, whose experts have local ids.
 
     It is made by `ExpertBank.split`. gate, up and down are copies of all experts in canonical
@@ -83,14 +83,6 @@ class SplitBank(ExactModule):
         return self.partition.num_experts
 
     @property
-    def hidden_size(self) -> int:
-        return self[0].hidden_size
-
-    @property
-    def intermediate_size(self) -> int:
-        return self[0].intermediate_size
-
-    @property
     def formats(self) -> tuple[str, str, str]:
         """Formats of gate, up and down."""
         return self[0].formats
@@ -114,18 +106,6 @@ class SplitBank(ExactModule):
     def fixed_order(self) -> bool:
         return any(bank.fixed_order for bank in self)
 
-    @property
-    def gate(self) -> PackedWeight:
-        return self.packed("gate")
-
-    @property
-    def up(self) -> PackedWeight:
-        return self.packed("up")
-
-    @property
-    def down(self) -> PackedWeight:
-        return self.packed("down")
-
     def packed(self, name: str) -> PackedWeight:
         """One projection of all experts: a copy on the first card, in canonical order."""
         parts = [bank.packed(name) for bank in self]
@@ -145,11 +125,6 @@ class SplitBank(ExactModule):
             joined([part.global_scale for part in parts]),
             parts[0].global_scale_op,
         )
-
-    def weights(self) -> Iterator[PackedWeight]:
-        """gate, up and down of all experts, one at a time: each is a copy."""
-        for name in PROJECTIONS:
-            yield self.packed(name)
 
     def join(self) -> ExpertBank:
         """All experts on the first card: a copy."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exactmoe.bank import ExpertBank, Partition, Router, SplitBank
-from exactmoe.bank.expert_bank import PROJECTIONS
+from exactmoe.bank.projections import PROJECTIONS
 from exactmoe.bank.split import over
 from exactmoe.config import Limits, RouterConfig
 from exactmoe.dense import DenseMLP

@@ -1,15 +1,15 @@
 """RankBank: the experts of a layer that this rank owns, and the way back to all of them."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from exactmoe.bank import ExactModule, ExpertBank
-from exactmoe.bank.expert_bank import PROJECTIONS
+from exactmoe.bank import ExpertBank
+from exactmoe.bank.projections import PROJECTIONS, Projections
 from exactmoe.config import CONTRACT_VERSION
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
@@ -18,7 +18,7 @@ from exactmoe.parallel.rank_wire import RankWire
 from exactmoe.plan import WeightShape, architecture_name
 
 
-class RankBank(ExactModule):
+class RankBank(Projections):
     """E experts over ranks. gate, up, down and `weights()` are those of this rank's own experts.
 
     Args:
@@ -67,14 +67,6 @@ class RankBank(ExactModule):
         return self.wire.partition.num_experts
 
     @property
-    def hidden_size(self) -> int:
-        return self.own.hidden_size
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.own.intermediate_size
-
-    @property
     def formats(self) -> tuple[str, str, str]:
         return self.own.formats
 
@@ -95,23 +87,8 @@ class RankBank(ExactModule):
     def fixed_order(self) -> bool:
         return self.own.fixed_order
 
-    @property
-    def gate(self) -> PackedWeight:
-        return self.own.gate
-
-    @property
-    def up(self) -> PackedWeight:
-        return self.own.up
-
-    @property
-    def down(self) -> PackedWeight:
-        return self.own.down
-
     def packed(self, name: str) -> PackedWeight:
         return self.own.packed(name)
-
-    def weights(self) -> Iterator[PackedWeight]:
-        return self.own.weights()
 
     def prepared_for(self, path: Path) -> tuple[Any, ...]:
         return self.own.prepared_for(path)

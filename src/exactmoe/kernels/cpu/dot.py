@@ -256,14 +256,17 @@ def _scale_cells(builder: ir.IRBuilder, scales: list[ir.Value], cells: Sequence[
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing, format, num_tokens, fused, rows, scales, table, tokens, x_scales, geometry, out):
+def _tile(typing, format, num_tokens, fused, arguments):
+    """The body of one tile; arguments: a tuple of the addresses that `call_tile` is given."""
+
     def generate(context, builder, signature, args):
         features = context.codegen().magic_tuple()[2]
         modes = (bool(fused.literal_value), "+avx512bw" in features)
-        _emit(builder, format.literal_value, num_tokens.literal_value, modes, list(args[3:]))
+        addresses = cgutils.unpack_tuple(builder, args[3])
+        _emit(builder, format.literal_value, num_tokens.literal_value, modes, addresses)
         return context.get_dummy_value()
 
-    return types.void(format, num_tokens, fused, *[types.int64] * 7), generate
+    return types.void(format, num_tokens, fused, arguments), generate
 
 
 def tile_source(format: str, num_tokens: int, fused: bool) -> Callable:
@@ -271,9 +274,8 @@ def tile_source(format: str, num_tokens: int, fused: bool) -> Callable:
     mode = int(fused)
 
     def body(rows, row_scales, table, tokens, token_scales, geometry, out):
-        _tile(
-            format, num_tokens, mode, rows, row_scales, table, tokens, token_scales, geometry, out
-        )
+        arguments = (rows, row_scales, table, tokens, token_scales, geometry, out)
+        _tile(format, num_tokens, mode, arguments)
 
     return body
 

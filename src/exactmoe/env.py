@@ -119,6 +119,14 @@ SWITCHES: dict[str, Switch] = {
             "portable GPU path, instead of one.",
         ),
         Switch(
+            name="EXACTMOE_EXPERTS",
+            parse=_choice("one", "two"),
+            default="one",
+            allowed="one, two",
+            meaning="two, for comparison: gate_up and down of routed experts in two launches on the "
+            "sm_90 path, instead of one.",
+        ),
+        Switch(
             name="EXACTMOE_CACHE",
             parse=Path,
             default=None,

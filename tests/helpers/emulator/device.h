@@ -98,6 +98,7 @@ inline u32 atomicAdd(u32* address, u32 value, WHERE) {
 inline u32 atomicMax(u32* address, u32 value, WHERE) {
     return emulator::atomic(emulator::MAX, address, value, 0, emulator::RELAXED, where);
 }
+#define __grid_constant__
 inline u32 atomicExch(u32* address, u32 value, WHERE) {
     return emulator::atomic(emulator::EXCHANGE, address, value, 0, emulator::RELAXED, where);
 }

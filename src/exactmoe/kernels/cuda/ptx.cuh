@@ -54,6 +54,23 @@ __device__ __forceinline__ void let_later_kernels_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// ---- between blocks, through global memory
+
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+    u32 word;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ void add_release(u32* to, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Stores write through the generic proxy, bulk copies read through the asynchronous one.
+__device__ __forceinline__ void proxy_fence_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // ---- copies into shared memory
 
 // `bytes` (a multiple of 16) from global memory; their arrival is counted by the barrier.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from exactmoe.kernels.cuda.disk import folder
 
+_KERNELS = "exactmoe.kernels.cuda"
 _FOLDER = Path(__file__).parent / "emulator"
 _OPTIONS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-g1")
 # The sanitizer's calls ahead of every access go to the machine; its own library is not linked.
@@ -154,8 +155,12 @@ def emulated_text(text: str, entry: str) -> str:
         raise EmulatorError("the text does not hold ptx.cuh, which the machine replaces")
     parts = [text[: places[0][0]]]
     for (place, name), (end, _) in zip(places, [*places[1:], (len(text), "")], strict=True):
-        if name != "ptx.cuh":
-            parts.append(f'#line 1 "{name}"\n{text[place:end]}')
+        part = text[place:end]
+        if name == "ptx.cuh":  # as it is here, or changed: then up to the next file's part
+            part = part.removeprefix(_part(name)) if part.startswith(_part(name)) else ""
+            parts.append(part)
+        else:
+            parts.append(f'#line 1 "{name}"\n{part}')
     text = _MATRIX_DECLARED.sub(r"\1, WHERE);", "".join(parts))
     text = _MATRIX.sub(_matrix, text)
     text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic_shared());", text)
@@ -167,8 +172,12 @@ def emulated_text(text: str, entry: str) -> str:
 
 def _first_lines() -> dict[str, str]:
     """Of the kernels' files, by which their parts of a text are found, changed or not."""
-    paths = [path for path in files("exactmoe.kernels.cuda").iterdir() if ".cu" in path.name]
-    return {path.name: path.read_text(encoding="utf-8").partition("\n")[0] for path in paths}
+    names = [path.name for path in files(_KERNELS).iterdir() if ".cu" in path.name]
+    return {name: _part(name).partition("\n")[0] for name in names}
+
+
+def _part(name: str) -> str:
+    return (files(_KERNELS) / name).read_text(encoding="utf-8")
 
 
 _BEFORE = '#include "device.h"\nstatic thread_local u8 emulated_begin[16];\n'

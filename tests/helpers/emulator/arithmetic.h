@@ -128,3 +128,8 @@ inline u32 round_bf16x2(float low, float high) {
 inline u32 round_e4m3x2(float low, float high) {
     return emulator::to_e4m3(low) | emulator::to_e4m3(high) << 8;
 }
+
+inline u32 e4m3x2_to_bf16x2(u32 codes) {
+    float low = emulator::from_e4m3(codes & 0xFF), high = emulator::from_e4m3(codes >> 8 & 0xFF);
+    return emulator::to_bf16(low * 256.0f) | emulator::to_bf16(high * 256.0f) << 16;
+}

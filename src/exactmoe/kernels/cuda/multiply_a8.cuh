@@ -127,6 +127,7 @@ struct Multiply {
                     add_eight(sums, batch * WIDTH / 8 + i, chain, i, first, second, tokens);
                 }
             }
+            __syncwarp();  // every lane has read its tokens' scales
             if (elected) barrier_arrive(ring.empty + 8 * place.stage);
         }
     }

@@ -1,0 +1,191 @@
+"""Small problems of the routed experts, run by the emulator from x to the slots."""
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from emulated_launches import emulated
+from exactmoe import Numerics, PackedWeight, env
+from exactmoe.formats import fp8_exact
+from exactmoe.formats.fragment import to_fragment
+from exactmoe.formats.rows import Rows
+from exactmoe.ops.cuda import experts
+from exactmoe.ops.cuda.prepare import CudaWeight, prepare
+from exactmoe.reference import expert_slots, quantize
+from exactmoe.runtime.routes import RouteTable
+from gpu_layers import generator, packed
+
+HIDDEN, INNER, EXPERTS, TOP_K = 256, 384, 5, 2
+BUSY = 1  # takes a slot of every token
+LIMIT = 10.0
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Weights and a call; expert 3 has no slot, expert BUSY one of each token.
+
+    Attributes:
+        format: "nvfp4" or "mxfp4".
+        activation: "a16" or "a8".
+        units: of the experts: "bf16", "fp8" or "both".
+    """
+
+    format: str
+    activation: str = "a16"
+    units: str = "bf16"
+
+    @property
+    def numerics(self) -> Numerics:
+        if self.activation == "a16":
+            return Numerics()
+        return Numerics(activation="a8", slot="f32", output="f32")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a problem is run.
+
+    Attributes:
+        tile: token width.
+        tokens: the first so many of the call.
+        blocks: most blocks of a grid.
+        seed: of the order.
+        stages: of the ring; 0: as many as fit.
+    """
+
+    tile: int
+    tokens: int
+    blocks: int = 3
+    seed: int = 0
+    stages: int = 0
+
+
+MOST = 136
+
+
+@cache
+def weights_of(problem: Problem) -> tuple[PackedWeight, PackedWeight, PackedWeight]:
+    """Gate, up and down in the checkpoint's order."""
+    rng = generator("cpu", 5)
+    sizes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    gate, up, down = (_weight(rng, problem, *size, i) for i, size in enumerate(sizes))
+    return gate, up, down
+
+
+def _weight(
+    rng: torch.Generator, problem: Problem, rows: int, columns: int, first: int
+) -> PackedWeight:
+    """Of units "both", every third expert from `first` on is not exact on the fp8 units."""
+    made = packed(rng, problem.format, EXPERTS, rows, columns)
+    if problem.units == "bf16" or made.scales is None:
+        return made
+    scales = made.scales
+    if problem.format == "nvfp4":
+        scales = (torch.randint(4, 12, scales.shape, generator=rng) << 3).byte()
+    if problem.units == "both":
+        for expert in range(first, EXPERTS, 3):
+            scales[expert, 0, :2] = torch.tensor(
+                [0x08, 0x78] if made.global_scale is not None else [100, 120]
+            ).byte()
+            scales[expert, 1, 1] += 1
+    return PackedWeight(problem.format, made.codes, scales, made.global_scale)
+
+
+@cache
+def prepared(problem: Problem) -> tuple[CudaWeight, CudaWeight, CudaWeight]:
+    """The same as the kernels read them."""
+    found = []
+    for weight in copy.deepcopy(weights_of(problem)):
+        exact = fp8_exact(weight) if problem.units != "bf16" else None
+        to_fragment(weight, exact)
+        found.append(prepare(weight, exact))
+    gate, up, down = found
+    return gate, up, down
+
+
+@cache
+def call() -> tuple[Tensor, Tensor, Tensor]:
+    """x bfloat16 [MOST, HIDDEN], ids int32 [MOST, TOP_K], weights float32."""
+    rng = generator("cpu", 6)
+    x = torch.randn(MOST, HIDDEN, generator=rng).bfloat16()
+    ids = torch.tensor([0, 2, 4])[torch.randint(0, 3, (MOST,), generator=rng)]
+    ids = torch.stack((ids, torch.full_like(ids, BUSY)), 1).int()
+    return x, ids, torch.rand(MOST, TOP_K, generator=rng) + 0.1
+
+
+@cache
+def reference(problem: Problem) -> Tensor:
+    """Slots float32 [MOST * TOP_K, HIDDEN]."""
+    found = expert_slots(*call(), weights_of(problem), LIMIT, problem.numerics)
+    return found.flatten(0, 1)
+
+
+def routes_of(ids: Tensor) -> RouteTable:
+    experts_of_slots = ids.flatten().long()
+    offsets = torch.zeros(EXPERTS + 1, dtype=torch.int32)
+    offsets[1:] = torch.bincount(experts_of_slots, minlength=EXPERTS).cumsum(0)
+    slots = experts_of_slots.sort(stable=True).indices.int()
+    return RouteTable(offsets, slots, torch.zeros(1, dtype=torch.int64))
+
+
+def _poison(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """All bytes 0xFF: NaN in every type here."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    return torch.full((rows, columns * size), 0xFF, dtype=torch.uint8).view(dtype)
+
+
+def slots_of(problem: Problem, run: Run, change: Callable[[str], str] | None = None) -> Tensor:
+    """Slots [tokens * TOP_K, HIDDEN] of gate_up and down, as a card's launches would give them.
+
+    Args:
+        change: of the kernels' texts.
+    """
+    x, ids, weights = (tensor[: run.tokens].contiguous() for tensor in call())
+    routes, wide = routes_of(ids), problem.numerics.slot == "f32"
+    slots = _poison(run.tokens * TOP_K, HIDDEN, torch.float32 if wide else torch.bfloat16)
+    rows = 8 * (run.tokens * TOP_K // 8 + EXPERTS)
+
+    def text_of(text: str) -> str:
+        if run.stages:
+            text = re.sub(r"(?m)^#define STAGES \d+$", f"#define STAGES {run.stages}", text)
+        return text if change is None else change(text)
+
+    with emulated() as launches, env.forced("EXACTMOE_TILE", str(run.tile)):
+        launches.blocks, launches.seed, launches.change = run.blocks, run.seed, text_of
+        for name, weight in zip(("gate", "up", "down"), prepared(problem), strict=True):
+            launches.weight(name, weight)
+        launches.reads |= {"offsets": routes.offsets, "routed": routes.slots}
+        launches.writes["slots"] = slots
+        gate, up, down = prepared(problem)
+        if problem.activation == "a16":
+            h, scratch = _poison(rows, INNER, x.dtype), _poison(rows, HIDDEN, x.dtype)
+            launches.reads["x"] = x
+            launches.writes |= {"h": h, "packed x": scratch}
+            experts.gate_up(Rows(x, None, scratch), (gate, up), routes, LIMIT, h)
+            experts.down(Rows(h, None), down, routes, problem.numerics, slots, True)
+            return slots
+        codes, scales = quantize(x)
+        packed_x, packed_h = (_packed_rows(rows, columns) for columns in (HIDDEN, INNER))
+        given = Rows(codes.view(E4M3), scales, packed_x)
+        launches.reads |= {"x": codes, "x scales": scales, "routing": weights}
+        for name, packed_rows in (("packed x", packed_x), ("h", packed_h)):
+            launches.writes[name] = packed_rows.values
+            launches.writes[f"{name} scales"] = packed_rows.scales
+            launches.writes[f"wide {name}"] = packed_rows.packed
+        experts.gate_up_a8(given, (gate, up, down), routes, weights, LIMIT, packed_h)
+        experts.down_a8(packed_h, down, routes, slots, True)
+        return slots
+
+
+def _packed_rows(rows: int, columns: int) -> Rows:
+    return Rows(
+        _poison(rows, columns, E4M3),
+        _poison(rows, columns // 128, torch.float32),
+        _poison(rows, columns, torch.bfloat16),
+    )

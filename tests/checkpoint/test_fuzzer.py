@@ -1,5 +1,6 @@
 """What the fuzzer (tests/helpers/fuzz_checkpoints.py) calls a finding."""
 
+import random
 import time
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_another_error_is_one(found) -> None:
         raise KeyError("weight")
 
     assert "KeyError: 'weight'" in found(use)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_endless_file_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A second edit may meet the link to /dev/zero that the first one made."""
+    (tmp_path / fuzz.SHARD).symlink_to("/dev/zero")
+    copied: list[Path] = []
+    monkeypatch.setattr(fuzz.shutil, "copy", lambda source, target: copied.append(source))
+    fuzz._edit_folder(random.Random(seed), tmp_path / fuzz.SHARD)
+    assert copied == []
 
 
 def test_memory_of_each_case_counts_whatever_was_taken_before(found) -> None:

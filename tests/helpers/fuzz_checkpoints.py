@@ -142,7 +142,7 @@ def _edit_folder(rng: random.Random, path: Path) -> None:
     elif choice == 2:
         victim.unlink()
         victim.symlink_to(rng.choice(["/dev/zero", "nothing", victim.name, "config.json"]))
-    else:
+    elif victim.is_file():  # no link to a device, which has no end
         shutil.copy(victim, path.parent / rng.choice(["model.safetensors", "x.safetensors"]))
 
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from emulated_launches import emulated
-from exactmoe import Numerics, PackedWeight, env
+from exactmoe import Numerics, PackedWeight, env, reference
 from exactmoe.formats import fp8_exact
 from exactmoe.formats.fragment import to_fragment
 from exactmoe.formats.rows import Rows
 from exactmoe.ops.cuda import experts
 from exactmoe.ops.cuda.prepare import CudaWeight, prepare
-from exactmoe.reference import expert_slots, quantize
 from exactmoe.runtime.routes import RouteTable
 from gpu_layers import generator, packed
 
@@ -120,10 +119,18 @@ def call() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @cache
-def reference(problem: Problem) -> Tensor:
-    """Slots float32 [MOST * TOP_K, HIDDEN]."""
-    found = expert_slots(*call(), weights_of(problem), LIMIT, problem.numerics)
-    return found.flatten(0, 1)
+def expected(problem: Problem) -> Tensor:
+    """Slots float32 [MOST * TOP_K, HIDDEN] of the reference, all rows of an expert at a time."""
+    (x, ids, weights), (gate, up, down), of = call(), weights_of(problem), problem.numerics
+    slots = torch.full((MOST * TOP_K, HIDDEN), float("nan"))
+    for expert in range(EXPERTS):
+        places = (ids.flatten() == expert).nonzero()[:, 0]
+        if len(places):
+            rows = reference.as_rows(x[places // TOP_K], of)
+            routing = weights.flatten()[places] if problem.activation == "a8" else None
+            h = reference.gate_up(rows, gate, up, expert, LIMIT, routing)
+            slots[places] = reference.down(reference.as_rows(h, of), down, expert, of)
+    return slots
 
 
 def routes_of(ids: Tensor) -> RouteTable:
@@ -170,7 +177,7 @@ def slots_of(problem: Problem, run: Run, change: Callable[[str], str] | None = N
             experts.gate_up(Rows(x, None, scratch), (gate, up), routes, LIMIT, h)
             experts.down(Rows(h, None), down, routes, problem.numerics, slots, True)
             return slots
-        codes, scales = quantize(x)
+        codes, scales = reference.quantize(x)
         packed_x, packed_h = (_packed_rows(rows, columns) for columns in (HIDDEN, INNER))
         given = Rows(codes.view(E4M3), scales, packed_x)
         launches.reads |= {"x": codes, "x scales": scales, "routing": weights}

@@ -116,7 +116,7 @@ struct Warp {
     u32 number;  // in its block
     std::vector<Fiber> fibers;
     u32 runnable;  // a bit a lane
-    int place;     // in the machine's list, or -1
+    int place;     // in the block's list, or -1
     u32 priority;
     Meeting meeting;
     std::deque<MatrixOp> ops;
@@ -145,6 +145,7 @@ struct Named {
 struct Block {
     uint3 index;
     std::vector<Warp> warps;
+    std::vector<Warp*> runnable;
     u32 living;
     std::vector<u8> statics, dynamic;
     u32 dynamic_begin;  // shared address
@@ -171,7 +172,6 @@ struct Machine {
     std::vector<Block> blocks;
     std::vector<Buffer> buffers;
     std::vector<Copy> copies;
-    std::vector<Warp*> runnable;
     std::vector<Warp*> matrices;  // with instructions that may run
     std::vector<Fiber*> pollers;
     std::unordered_map<const void*, std::vector<Fiber*>> waiting;
@@ -187,7 +187,7 @@ struct Machine {
     void* const* arguments;
     // Chances, of 256, and how many calls a thread makes before another runs.
     u32 copy_chance, matrix_chance, small_chance, most_calls;
-    u32 budget;
+    u32 budget, block_turns;
     u64 random_state, progress, steps, most_steps;
 };
 

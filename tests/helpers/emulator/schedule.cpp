@@ -91,8 +91,8 @@ void make_runnable(Fiber& fiber) {
     fiber.key = nullptr;
     warp.runnable |= 1u << fiber.lane;
     if (warp.place < 0) {
-        warp.place = int(machine.runnable.size());
-        machine.runnable.push_back(&warp);
+        warp.place = int(warp.block->runnable.size());
+        warp.block->runnable.push_back(&warp);
     }
 }
 
@@ -100,10 +100,10 @@ static void take_off(Fiber& fiber) {
     Warp& warp = *fiber.warp;
     warp.runnable &= ~(1u << fiber.lane);
     if (warp.runnable == 0 && warp.place >= 0) {
-        Warp* last = machine.runnable.back();
-        machine.runnable[warp.place] = last;
-        last->place = warp.place;
-        machine.runnable.pop_back();
+        std::vector<Warp*>& list = warp.block->runnable;
+        list[warp.place] = list.back();
+        list.back()->place = warp.place;
+        list.pop_back();
         warp.place = -1;
     }
 }
@@ -194,9 +194,24 @@ void start_fibers(u64 most) {
             }
 }
 
+// A block that can run: the same for some turns, since its storage has to be brought in.
+static Block* picked_block() {
+    if (machine.block_turns && machine.current_block && !machine.current_block->runnable.empty()) {
+        --machine.block_turns;
+        return machine.current_block;
+    }
+    machine.block_turns = random(100);
+    u32 count = u32(machine.blocks.size()), first = random(count);
+    for (u32 i = 0; i < count; ++i) {
+        Block& block = machine.blocks[(first + i) % count];
+        if (!block.runnable.empty()) return &block;
+    }
+    return nullptr;
+}
+
 // The likelier of two of the warps that can run: some are ahead of the others for a while.
-static Fiber& picked() {
-    std::vector<Warp*>& list = machine.runnable;
+static Fiber& picked(Block& block) {
+    std::vector<Warp*>& list = block.runnable;
     Warp* warp = list[random(u32(list.size()))];
     Warp* other = list[random(u32(list.size()))];
     if (other->priority > warp->priority && chance(224)) warp = other;
@@ -260,8 +275,8 @@ void run_all() {
             if (warp->executed < warp->complete) make_matrix_ready(*warp);
         }
         if (!machine.pollers.empty() && machine.steps % 64 == 0) wake_pollers(false);
-        if (!machine.runnable.empty()) {
-            resume(picked());
+        if (Block* block = picked_block()) {
+            resume(picked(*block));
             continue;
         }
         if (!machine.copies.empty()) {

@@ -127,6 +127,14 @@ SWITCHES: dict[str, Switch] = {
             "sm_90 path, instead of one.",
         ),
         Switch(
+            name="EXACTMOE_EARLY",
+            parse=_on_off,
+            default=True,
+            allowed="on, off",
+            meaning="off, for comparison: no kernel starts while the one before it ends (sm_90, "
+            "sm_100).",
+        ),
+        Switch(
             name="EXACTMOE_CACHE",
             parse=Path,
             default=None,

@@ -9,6 +9,7 @@ SWITCHES = {
     "EXACTMOE_SHARED_STREAM": "off",
     "EXACTMOE_UNION": "off",
     "EXACTMOE_HOST_LOOP": "on",
+    "EXACTMOE_EARLY": "off",
     "EXACTMOE_GATE_UP": "two",
 }
 # Those that only the portable kernels read.

@@ -17,14 +17,20 @@ from exactmoe.kernels.cuda.source import TOKENS
 pytestmark = pytest.mark.skipif(emulate.missing() is not None, reason=str(emulate.missing()))
 # The emulator adds along k in float; down's rounding to bf16 hides most of it.
 CLOSE = 2.0**-12
-# (tile, tokens, blocks, seed, stages): an expert has more rows than the tile, and fewer.
+# (tile, tokens, blocks, seed, stages, way): an expert has more rows than the tile, and fewer.
 CASES = {
-    Problem("mxfp4"): [Run(128, 136), Run(40, 24, 1, 1, 2), Run(8, 12, 7, 2, 3)],
-    Problem("nvfp4"): [Run(64, 72, 3, 3, 2), Run(16, 24, 1, 4, 3)],
-    Problem("mxfp4", "a8", "fp8"): [Run(112, 120, 3, 5), Run(16, 24, 7, 6, 3)],
-    Problem("nvfp4", "a8", "fp8"): [Run(40, 44, 3, 7, 2), Run(8, 12, 1, 8, 3)],
-    Problem("mxfp4", "a8", "both"): [Run(64, 40, 3, 9, 2), Run(16, 12, 3, 10, 2)],
-    Problem("nvfp4", "a8", "bf16"): [Run(40, 44, 3, 11, 2), Run(8, 8, 7, 12, 2)],
+    Problem("mxfp4"): [
+        *(Run(128, 136), Run(40, 24, 1, 1, 2, "two"), Run(8, 12, 7, 2, 3)),
+        Run(8, 12, 3, 13, 4, "each"),
+    ],
+    Problem("nvfp4"): [Run(64, 72, 3, 3, 2), Run(16, 24, 1, 4, 3, "two")],
+    Problem("mxfp4", hidden=384): [Run(16, 20, 2, 14), Run(8, 12, 3, 15, 3, "two")],
+    Problem("mxfp4", "a8", "fp8"): [Run(112, 120, 3, 5), Run(16, 24, 7, 6, 3, "two")],
+    Problem("nvfp4", "a8", "fp8", 384): [Run(40, 44, 3, 7, 3), Run(8, 12, 1, 8, 3, "two")],
+    Problem("mxfp4", "a8", "both"): [
+        *(Run(64, 40, 3, 9, 3), Run(16, 12, 3, 10, 3, "two"), Run(16, 12, 2, 16, 3, "each")),
+    ],
+    Problem("nvfp4", "a8", "bf16"): [Run(40, 44, 3, 11, 3, "two"), Run(8, 8, 7, 12, 3)],
 }
 
 

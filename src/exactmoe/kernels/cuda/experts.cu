@@ -74,6 +74,7 @@ experts(const __grid_constant__ Arguments given) {
     take_registers<true>();
     Place place;
     PlaceIn<ITEMS> told;
+    Turns turns(warp / 4);
     for (u32 turn = 0;; told.next()) {
         barrier_wait(ring.item_full + 8 * told.stage, told.parity);
         const Item& item = work.items[told.stage];
@@ -90,8 +91,7 @@ experts(const __grid_constant__ Arguments given) {
         Passes passes(item);
 #if UNITS_BF16
         if (passes.first == BF16_PASS) {
-            Multiply<Bf16Operands> multiply(ring, in_ring, chunks, item.first_factor,
-                                            item.second_factor);
+            Multiply<Bf16Operands> multiply(ring, in_ring, chunks, turns, item);
             multiply.first_counts = !passes.first_on_fp8;
             multiply.second_counts = !passes.second_on_fp8;
             WIDTHS(item.count, multiply.run, sums, place)
@@ -99,8 +99,7 @@ experts(const __grid_constant__ Arguments given) {
 #endif
 #if UNITS_FP8
         if (passes.last == FP8_PASS) {
-            Multiply<Fp8Operands> multiply(ring, in_ring, chunks, item.first_factor,
-                                           item.second_factor);
+            Multiply<Fp8Operands> multiply(ring, in_ring, chunks, turns, item);
             multiply.first_counts = passes.first_on_fp8;
             multiply.second_counts = passes.second_on_fp8;
             WIDTHS(item.count, multiply.run, sums, place)
@@ -109,7 +108,7 @@ experts(const __grid_constant__ Arguments given) {
         if (phase == GATE_UP) finish_a8(sums, given, item, staging, turn++, warp, lane);
 #else
         Multiply multiply{ring, in_ring, chunks, bf16_offset(item.first_factor),
-                          bf16_offset(item.second_factor)};
+                          bf16_offset(item.second_factor), turns};
         WIDTHS(item.count, multiply.run, sums, place)
         if (phase == GATE_UP)
             finish_gate_up(sums, given, item, staging + warp / 4 * OUT_BYTES, warp, lane);
@@ -124,4 +123,5 @@ experts(const __grid_constant__ Arguments given) {
                 add_release(given.counters + NUM_QUEUES + expert, 1);
         }
     }
+    turns.end(warp / 4);
 }

@@ -4,6 +4,7 @@ struct Multiply {
     Ring ring;
     Lane lane;
     u32 chunks, first_offset, second_offset;
+    Turns turns;
 
     // sums [64, N] of the first N token columns, along all of k. N <= TOKENS is a multiple of 8 that
     // holds the item's tokens: wgmma gives a column the same bits for every N.
@@ -41,6 +42,7 @@ struct Multiply {
                     place.next();
                     if (N < 64 && left > 1) fetch();  // while the matrix units work
                 }
+                turns.wait();
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i) {
@@ -48,6 +50,7 @@ struct Multiply {
                     wgmma<N>(sums, a[i], rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16));
                 }
                 wgmma_commit();
+                turns.pass();
                 if (OVERLAP || begin + GROUP < 8) wgmma_wait<1>();
                 else wgmma_wait<0>();
                 // Behind the first group of this stage, all of the one before is done.

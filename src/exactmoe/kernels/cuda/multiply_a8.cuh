@@ -6,12 +6,14 @@ struct Multiply {
     Ring ring;
     Lane lane;
     u32 chunks, first_offset, second_offset;
+    Turns turns;
     bool first_counts, second_counts;  // MIXED: of the projections, which run on these units
 
     __device__ __forceinline__ Multiply(const Ring& ring, const Lane& lane, u32 chunks,
-                                        float first_factor, float second_factor)
-        : ring(ring), lane(lane), chunks(chunks), first_offset(Operands::offset(first_factor)),
-          second_offset(Operands::offset(second_factor)) {}
+                                        const Turns& turns, const Item& item)
+        : ring(ring), lane(lane), chunks(chunks),
+          first_offset(Operands::offset(item.first_factor)),
+          second_offset(Operands::offset(item.second_factor)), turns(turns) {}
 
     // What a finished chain is multiplied by.
     template <int N>
@@ -79,13 +81,13 @@ struct Multiply {
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
             u64 rows = first_rows + place.stage * (X_BYTES / 16);
-            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, [&]() {
+            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, turns, [&]() {
                 wgmma_wait<0>();
                 add<N>(sums, chain, by);
                 if (left < chunks && elected) barrier_arrive(ring.empty + 8 * place.last());
             });
             factors<N>(by, weights, place.stage);
-            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, [&]() {
+            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, turns, [&]() {
                 place.next();
                 if (left > 1) fetch(weights, place);
             });
@@ -118,7 +120,8 @@ struct Multiply {
             weights.factors(first, second, first_offset, second_offset);
 #pragma unroll
             for (int batch = 0; batch < BATCHES; ++batch) {
-                whole.template multiply<WIDTH>(chain, rows + batch * (WIDTH / 8 * Operands::ROWS / 16));
+                whole.template multiply<WIDTH>(
+                    chain, rows + batch * (WIDTH / 8 * Operands::ROWS / 16), turns);
                 wgmma_wait<0>();
 #pragma unroll
                 for (int i = 0; i < WIDTH / 8; ++i) {

@@ -39,15 +39,10 @@ struct Fp8Operands {
 #endif
     }
 
-    template <int N, int HALF>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32, u32) const {
-        multiply<N, HALF>(chain, rows, 0, 0, []() {});
-    }
-
-    // Half of a stage; `meanwhile` runs when its registers are made.
+    // Half of a stage, of tiles that take no turns; `meanwhile` runs when its registers are made.
     template <int N, int HALF, class Meanwhile>
     __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32, u32,
-                                             Meanwhile meanwhile) const {
+                                             const Turns&, Meanwhile meanwhile) const {
         u32 a[2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -77,12 +72,15 @@ struct Fp8Operands {
         }
 
         template <int N>
-        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows) const {
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows,
+                                                 const Turns& turns) const {
+            turns.wait();
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 wgmma_fp8<N>(chain, a[step], rows + step * 2, step > 0);
             wgmma_commit();
+            turns.pass();
         }
     };
 };
@@ -109,15 +107,10 @@ struct Bf16Operands {
         of_first = of_second = 1.0f;
     }
 
-    template <int N, int HALF>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 first_offset,
-                                             u32 second_offset) const {
-        multiply<N, HALF>(chain, rows, first_offset, second_offset, []() {});
-    }
-
     template <int N, int HALF, class Meanwhile>
     __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 first_offset,
-                                             u32 second_offset, Meanwhile meanwhile) const {
+                                             u32 second_offset, const Turns& turns,
+                                             Meanwhile meanwhile) const {
         constexpr int GROUP = N >= 32 ? 2 : 4;  // steps of 16 along k in one wgmma group
 #pragma unroll
         for (int begin = 4 * HALF; begin < 4 * HALF + 4; begin += GROUP) {
@@ -127,6 +120,7 @@ struct Bf16Operands {
                 operands_of_pair(first, second, first_scale, second_scale, begin + 2 * pair,
                                  first_offset, second_offset, a[2 * pair], a[2 * pair + 1]);
             if (begin + GROUP == 4 * HALF + 4) meanwhile();
+            turns.wait();
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
@@ -135,6 +129,7 @@ struct Bf16Operands {
                                step > 0);
             }
             wgmma_commit();
+            turns.pass();
             wgmma_wait<1>();
         }
     }
@@ -149,9 +144,11 @@ struct Bf16Operands {
             : weights(weights), first_offset(first_offset), second_offset(second_offset) {}
 
         template <int N>
-        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows) const {
-            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset);
-            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset);
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows,
+                                                 const Turns& turns) const {
+            auto nothing = []() {};
+            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, turns, nothing);
+            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, turns, nothing);
         }
     };
 };

@@ -156,6 +156,11 @@ __device__ __forceinline__ void sync_threads(u32 barrier, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// As sync_threads, without waiting.
+__device__ __forceinline__ void arrive_threads(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // ---- matrix units
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -9,12 +9,13 @@ from importlib.resources import files
 from exactmoe.kernels.cuda.wgmma import dispatch, instructions
 
 _BEFORE = ("ptx.cuh", "functions.cuh", "unpack.cuh")
-_A16 = ("experts.cuh", "fill.cuh", "multiply.cuh", "epilogue.cuh", "experts.cu")
+_A16 = ("experts.cuh", "fill.cuh", "turns.cuh", "multiply.cuh", "epilogue.cuh", "experts.cu")
 _A8 = (
     "wide.cuh",
     "unpack_fp8.cuh",
     "experts.cuh",
     "fill.cuh",
+    "turns.cuh",
     "operands_a8.cuh",
     "multiply_a8.cuh",
     "epilogue.cuh",

@@ -1,0 +1,33 @@
+// Whose turn it is at the matrix units.
+//
+// The units take instructions of all warpgroups in rotation. So four that begin together end together,
+// and make their operands together while the units wait. In turns, one multiplies while the others
+// unpack and add. A warpgroup passes its turn on when its instructions are queued.
+
+// Narrower tiles run their own unpacking beside; in the widest of a16 each instruction waits for the
+// one before (registers), so that a turn would last until its end.
+constexpr bool IN_TURNS = TOKENS > 16 && (A8 || TOKENS <= 64);
+constexpr u32 FIRST_TURN = 8;  // of four hardware barriers
+
+struct Turns {
+    u32 own, next;
+
+    // The last warpgroup passes before the first turn, so the first one begins.
+    __device__ __forceinline__ Turns(u32 group) : own(FIRST_TURN + group),
+                                                  next(FIRST_TURN + (group + 1) % (WARPS / 4)) {
+        if (group == WARPS / 4 - 1) pass();
+    }
+
+    __device__ __forceinline__ void wait() const {
+        if (IN_TURNS) sync_threads(own, 256);
+    }
+
+    __device__ __forceinline__ void pass() const {
+        if (IN_TURNS) arrive_threads(next, 256);
+    }
+
+    // No barrier is left with an arrival that nobody waits for.
+    __device__ __forceinline__ void end(u32 group) const {
+        if (group == 0) wait();
+    }
+};

@@ -165,6 +165,7 @@ inline void arrive_threads(u32 barrier, u32 threads, WHERE) {
     emulator::arrive_threads(barrier, threads, where);
 }
 
+inline void made(u32 (&)[4]) {}
 inline void wgmma_fence() { emulator::matrix_fence(); }
 inline void wgmma_commit() { emulator::matrix_commit(); }
 template <int newest>

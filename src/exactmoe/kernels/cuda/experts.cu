@@ -35,7 +35,8 @@ experts(const __grid_constant__ Arguments given) {
     ring.scales = ring.codes + STAGES * 2 * CODE_BYTES;
     ring.x_scales = ring.scales + STAGES * 2 * PANEL_SCALE_BYTES;
     u32 staging = ring.x_scales + STAGES * X_SCALE_BYTES;
-    ring.full = staging + STAGING_BYTES;
+    u32 of_tokens = staging + STAGING_BYTES;
+    ring.full = of_tokens + WARPS / 4 * TOKENS_BYTES;
     ring.empty = ring.full + 8 * STAGES;
     ring.item_full = ring.empty + 8 * STAGES;
     ring.item_empty = ring.item_full + 8 * ITEMS;
@@ -80,6 +81,7 @@ experts(const __grid_constant__ Arguments given) {
         const Item& item = work.items[told.stage];
         u32 phase = item.phase;
         if (phase == 0) break;
+        Tokens(of_tokens, warp / 4).ask(given, item);
         float sums[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
@@ -105,15 +107,29 @@ experts(const __grid_constant__ Arguments given) {
             WIDTHS(item.count, multiply.run, sums, place)
         }
 #endif
-        if (phase == GATE_UP) finish_a8(sums, given, item, staging, turn++, warp, lane);
+        Tokens tokens(of_tokens, warp / 4);
+        tokens.wait();
+        bool divides = FORMAT_NVFP4 && given.divide;
+        if (phase == GATE_UP) {
+            tokens.load_weights(given, item);
+            if (divides) finish_a8<true>(sums, given, item, tokens, staging, turn, warp, lane);
+            else finish_a8<false>(sums, given, item, tokens, staging, turn, warp, lane);
+            ++turn;
+        }
 #else
         Multiply multiply{ring, in_ring, chunks, bf16_offset(item.first_factor),
                           bf16_offset(item.second_factor), turns};
         WIDTHS(item.count, multiply.run, sums, place)
-        if (phase == GATE_UP)
-            finish_gate_up(sums, given, item, staging + warp / 4 * OUT_BYTES, warp, lane);
+        Tokens tokens(of_tokens, warp / 4);
+        tokens.wait();
+        bool divides = FORMAT_NVFP4 && given.divide;
+        if (phase == GATE_UP) {
+            if (divides) finish_gate_up<true>(sums, given, item, tokens, staging + warp / 4 * OUT_BYTES, warp, lane);
+            else finish_gate_up<false>(sums, given, item, tokens, staging + warp / 4 * OUT_BYTES, warp, lane);
+        }
 #endif
-        else finish_down(sums, given, item, staging + warp / 4 * OUT_BYTES, warp, lane);
+        else if (divides) finish_down<true>(sums, given, item, tokens, staging + warp / 4 * OUT_BYTES, warp, lane);
+        else finish_down<false>(sums, given, item, tokens, staging + warp / 4 * OUT_BYTES, warp, lane);
         if (phase == GATE_UP && given.phases != GATE_UP) proxy_fence_global();
         u32 expert = item.expert;
         __syncwarp();
@@ -123,5 +139,5 @@ experts(const __grid_constant__ Arguments given) {
                 add_release(given.counters + NUM_QUEUES + expert, 1);
         }
     }
-    turns.end(warp / 4);
+    turns.end();
 }

@@ -21,6 +21,7 @@ constexpr u32 OUT_ROW = 80;                      // bytes of 32 results of a tok
 constexpr u32 OUT_BYTES = STAGED ? 32 * OUT_ROW : 0;  // of a warpgroup: 32 tokens at a time
 // Of h in a8: a code of 128 features a token, and two arrays of largest magnitudes.
 constexpr u32 STAGING_BYTES = A8 ? TOKENS * (128 + 8) : WARPS / 4 * OUT_BYTES;
+constexpr u32 TOKENS_BYTES = TOKENS * (A8 ? 8 : 4);  // what a warpgroup knows of an item's tokens
 constexpr u32 ITEMS = 4;                         // that the warps are told ahead
 
 struct Projection {
@@ -145,7 +146,7 @@ __device__ __forceinline__ void take_registers() {
     if constexpr (TOKENS >= (A8 ? 64 : 96)) {
         if constexpr (multiplies) more_registers<112>();
         else fewer_registers<32>();
-    } else if constexpr (A8 && TOKENS >= 40) {
+    } else if constexpr (TOKENS >= (A8 ? 40 : 64)) {
         if constexpr (multiplies) more_registers<104>();
         else fewer_registers<64>();
     }

@@ -42,6 +42,8 @@ struct Multiply {
                     place.next();
                     if (N < 64 && left > 1) fetch();  // while the matrix units work
                 }
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) made(a[i]);
                 turns.wait();
                 wgmma_fence();
 #pragma unroll

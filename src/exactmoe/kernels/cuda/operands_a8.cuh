@@ -51,6 +51,8 @@ struct Fp8Operands {
             of_word(second[step], second_tables, step, a[i][1], a[i][3]);
         }
         meanwhile();
+        made(a[0]);
+        made(a[1]);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -73,7 +75,9 @@ struct Fp8Operands {
 
         template <int N>
         __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows,
-                                                 const Turns& turns) const {
+                                                 const Turns& turns) {
+#pragma unroll
+            for (int step = 0; step < 4; ++step) made(a[step]);
             turns.wait();
             wgmma_fence();
 #pragma unroll
@@ -120,6 +124,8 @@ struct Bf16Operands {
                 operands_of_pair(first, second, first_scale, second_scale, begin + 2 * pair,
                                  first_offset, second_offset, a[2 * pair], a[2 * pair + 1]);
             if (begin + GROUP == 4 * HALF + 4) meanwhile();
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) made(a[i]);
             turns.wait();
             wgmma_fence();
 #pragma unroll

@@ -163,6 +163,12 @@ __device__ __forceinline__ void arrive_threads(u32 barrier, u32 threads) {
 
 // ---- matrix units
 
+// The registers hold these values from here on. Operands that the compiler made behind the fence cost
+// another one, and the units wait for them.
+__device__ __forceinline__ void made(u32 (&words)[4]) {
+    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])::"memory");
+}
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() {

@@ -71,7 +71,8 @@ class Variant:
             staging = self.tokens * 136
         else:
             staging = _STAGING_BYTES if self.tokens >= 24 else 0
-        return staging + _BARRIER_BYTES + _ALIGNMENT
+        of_tokens = 4 * self.tokens * (8 if self._a8 else 4)
+        return staging + of_tokens + _BARRIER_BYTES + _ALIGNMENT
 
     @property
     def _stage_bytes(self) -> int:

@@ -10,11 +10,10 @@ constexpr bool IN_TURNS = TOKENS > 16 && (A8 || TOKENS <= 64);
 constexpr u32 FIRST_TURN = 8;  // of four hardware barriers
 
 struct Turns {
-    u32 own, next;
+    u32 own;  // barrier
 
     // The last warpgroup passes before the first turn, so the first one begins.
-    __device__ __forceinline__ Turns(u32 group) : own(FIRST_TURN + group),
-                                                  next(FIRST_TURN + (group + 1) % (WARPS / 4)) {
+    __device__ __forceinline__ explicit Turns(u32 group) : own(FIRST_TURN + group) {
         if (group == WARPS / 4 - 1) pass();
     }
 
@@ -23,11 +22,11 @@ struct Turns {
     }
 
     __device__ __forceinline__ void pass() const {
-        if (IN_TURNS) arrive_threads(next, 256);
+        if (IN_TURNS) arrive_threads(own == FIRST_TURN + WARPS / 4 - 1 ? FIRST_TURN : own + 1, 256);
     }
 
     // No barrier is left with an arrival that nobody waits for.
-    __device__ __forceinline__ void end(u32 group) const {
-        if (group == 0) wait();
+    __device__ __forceinline__ void end() const {
+        if (own == FIRST_TURN) wait();
     }
 };

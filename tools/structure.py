@@ -62,7 +62,7 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 DEVICE_CODE = re.compile(r"jit\b|\bintrinsic\b|\bdevice\b")
 
 SIZED = ("src", "tests", "demo", "tools", "benchmarks")
-SIZED_SUFFIXES = {".py", ".sh", ".cu", ".cuh"}
+SIZED_SUFFIXES = {".py", ".sh", ".cu", ".cuh", ".cpp", ".h"}
 # Spelled in two parts so that this file does not find itself.
 BANNED_MARKS = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 

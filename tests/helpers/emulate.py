@@ -29,6 +29,7 @@ _OPTIONS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", 
 _CHECKED = ("-O1", "-w", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 _MOST_STEPS = 1 << 32
 _MOST_ARGUMENTS = 64
+ALL = 1 << 32
 _UNITS = {"k16.f32.bf16.bf16": "BF16", "k32.f32.e4m3.e4m3": "E4M3"}
 _MATRIX = re.compile(
     r'u64 rows(?:, bool more)?\) \{\s*asm volatile\(\s*(?:"\{[^"]*"\s*)?'
@@ -61,6 +62,7 @@ class _Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("most_steps", ctypes.c_uint64),
+        ("most_blocks", ctypes.c_uint64),
         ("entry", ctypes.c_void_p),
         ("statics", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
@@ -85,6 +87,7 @@ def run(
     reads: Mapping[str, Tensor],
     writes: Mapping[str, Tensor],
     seed: int,
+    together: int = ALL,
 ) -> None:
     """Run a kernel on CPU tensors; what it writes lies in `writes` afterwards.
 
@@ -97,6 +100,7 @@ def run(
         reads: by name, all tensors that the kernel may only read.
         writes: and those that it may read and write.
         seed: of the order in which things happen.
+        together: blocks that live at the same time; the others begin when one of these ends.
 
     Raises:
         EmulatorError: the kernel did something that the machine refuses.
@@ -109,7 +113,7 @@ def run(
     buffers += [_given(name, tensor, 1) for name, tensor in writes.items()]
     given = (_Given * len(buffers))(*buffers)
     launch = _Launch(
-        *(*grid, shared_bytes, seed, _MOST_STEPS),
+        *(*grid, shared_bytes, seed, _MOST_STEPS, together),
         ctypes.cast(module.emulated_call, ctypes.c_void_p),
         ctypes.cast(module.emulated_statics, ctypes.c_void_p),
         ctypes.addressof(places),

@@ -116,6 +116,8 @@ __device__ __forceinline__ void wait_for_h(const Arguments& given, const Item& i
     if (atomicAdd(ready, 1u) + 1 == all) atomicExch(ready, 0u);
 }
 
+static_assert(STAGES >= ROWS_WARPS, "a warp that waits for a stage would see the wrong parity");
+
 // A warp's share of an item's rows, which are not packed. Eight lanes copy 128 bytes of a row. Rows
 // past the count keep old values: they reach only columns that nobody stores.
 __device__ __forceinline__ void gather_rows(const Arguments& given, const Ring& ring,

@@ -6,7 +6,6 @@ that captures CUDA graphs, whose replays must be ordered as their workspace asks
 """
 
 import threading
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from exactmoe.runtime.devices import allocating_beside_a_capture, capturing
 NUM_COUNTERS = 4 + 1024
 
 _made: dict[tuple[int, int, bool], Tensor] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # re-entrant: a signal handler may come while it is held
 
 
 def counters(device: torch.device) -> Tensor:
@@ -34,10 +33,14 @@ def counters(device: torch.device) -> Tensor:
 def _zeros(device: torch.device, captured: bool) -> Tensor:
     """In a capture they are made beside it: a graph that made them would do so in each replay."""
     # Memory made in inference mode could not be written outside of it.
-    with torch.inference_mode(False), allocating_beside_a_capture() if captured else nullcontext():
-        beside = torch.cuda.Stream(device) if captured else torch.cuda.current_stream(device)
-        with torch.cuda.stream(beside):
-            made = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-        if captured:
+    with torch.inference_mode(False):
+        if not captured:
+            return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+        with allocating_beside_a_capture():
+            # Of a pool that nobody else draws from (callers: 0; runtime/streams.py: -1): torch hands
+            # streams out in turn, and one that is being captured cannot be waited for.
+            beside = torch.cuda.Stream(device, priority=-2)
+            with torch.cuda.stream(beside):
+                made = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             beside.synchronize()
-    return made
+            return made

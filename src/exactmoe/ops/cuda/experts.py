@@ -117,10 +117,10 @@ def _launch(
         assert down is not None
         hidden, inner = down.rows, down.columns
     tokens, units = experts.tokens, experts.units
-    gather, top_k, x = False, 1, None
+    gather = tokens <= WIDEST_GATHER and (not experts.a8 or units == "fp8")
+    top_k, x = 1, None
     if rows is not None:
         top_k = num_slots // rows.values.shape[0]
-        gather = tokens <= WIDEST_GATHER and (not experts.a8 or units == "fp8")
         x = rows if gather else _packed(experts, rows, hidden, top_k)
     activation = experts.numerics.activation
     slot_f32 = experts.numerics.slot == "f32"

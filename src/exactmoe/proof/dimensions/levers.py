@@ -11,9 +11,10 @@ SWITCHES = {
     "EXACTMOE_HOST_LOOP": "on",
     "EXACTMOE_EARLY": "off",
     "EXACTMOE_GATE_UP": "two",
+    "EXACTMOE_EXPERTS": "two",
 }
-# Those that only the portable kernels read.
-OF_TRITON = ("EXACTMOE_GATE_UP",)
+# Those that only the kernels of one backend read.
+OF_BACKEND = {"EXACTMOE_GATE_UP": "triton", "EXACTMOE_EXPERTS": "cuda"}
 _STREAM = 150
 _WIDTHS = (1, 8, 65)
 
@@ -28,7 +29,8 @@ def levers(trial: Trial) -> None:
         batch = trial.random(tokens, _STREAM)
         expected = trial.run(batch)
         for switch, setting in SWITCHES.items():
-            if switch in OF_TRITON and layer.plan().backend != "triton":
+            backend = layer.plan().backend
+            if OF_BACKEND.get(switch, backend) != backend:
                 continue  # the same call twice
             with env.forced(switch, setting):
                 trial.compare("levers", f"{switch}={setting}", expected, trial.run(batch))

@@ -21,12 +21,18 @@ from exactmoe.ops.triton.launch import architecture
 from exactmoe.plan.architectures import ARCHITECTURES
 
 
-def early(device: torch.device, joins: bool = False) -> dict[str, Any]:
+def early(device: torch.device, joins: bool = False, units: bool = False) -> dict[str, Any]:
     """Of a launch on the device: PDL, whether the kernel waits and lets the next one start; and,
     only where it asks to be started early, the launcher's option for that.
 
-    joins: it is the first after a second stream of ours may have come back.
+    Args:
+        joins: it is the first after a second stream of ours may have come back.
+        units: it runs on the matrix units. The compiler takes their tensor memory (sm_100) before
+            the wait, where a kernel that still runs might need it.
     """
     row = ARCHITECTURES.get(architecture(device))
-    waits = row is not None and row.early and env.read("EXACTMOE_EARLY")
-    return {"PDL": waits, "launch_pdl": True} if waits and not joins else {"PDL": waits}
+    if row is None or not row.early or not env.read("EXACTMOE_EARLY"):
+        return {"PDL": False}
+    if joins or (units and row.instruction.startswith("tcgen05")):
+        return {"PDL": True}
+    return {"PDL": True, "launch_pdl": True}

@@ -61,7 +61,7 @@ def router_logits(x: Tensor, weight: Tensor, logits: Tensor, parts: Tensor | Non
         "num_warps": warps,
         "num_stages": 3,
         "enable_fp_fusion": False,
-        **early(x.device),
+        **early(x.device, units=units),
     }
     if torch.version.hip is not None:
         options["matrix_instr_nonkdim"] = 16  # 32 x 32 instructions have other bits

@@ -1,4 +1,4 @@
-"""Kernels of sm_90 that may start early: none lets the next kernel start before it has waited itself.
+"""Kernels of sm_90 that may start early: none lets the next one start before it has waited itself.
 
 Only then does the end of each mean the end of everything before it (kernels/triton/early.py).
 """

@@ -3,13 +3,16 @@
 import copy
 import json
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from disk_events import DiskEvents
 from exactmoe import Placement
 from exactmoe.checkpoint import Checkpoint, Share, audit, plan_layer, read_layer, shares_of
 from exactmoe.checkpoint.files import Files
+from exactmoe.checkpoint.index import INDEX
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.hf import blocks, load_model, save_model
 from exactmoe.hf import load as loading
@@ -29,6 +32,30 @@ def test_the_files_come_back(write, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     assert_written_as(load(folder), folder, tmp_path / "out")
     assert_written_as(load(folder, cards=("cpu", "cpu")), folder, tmp_path / "cards")
+
+
+@pytest.mark.parametrize("by_card", [False, True])
+def test_a_name_stands_for_bytes_that_are_there(write, tmp_path, monkeypatch, by_card):
+    """A power cut at any moment leaves no half file; config.json is the last name of all. Progress
+    counts each byte once.
+    """
+    folder, out, seen = write(), tmp_path / "out", []
+    (folder / "tokenizer.json").write_text("{}")
+    model = load(folder, cards=("cpu", "cpu"))
+
+    @contextmanager
+    def bar(show, nbytes, what):
+        yield lambda done: seen.append((done, nbytes))
+
+    monkeypatch.setattr("exactmoe.hf.writing.byte_bar", bar)
+    events = DiskEvents(out, monkeypatch)
+    save_model(model, out, by_card=by_card)
+    events.require_safe()
+    *shards, other, index, config = events.named
+    assert (other, index, config) == ("tokenizer.json", INDEX, "config.json")
+    assert sorted(shards) == sorted({i.file for i in Checkpoint(out).tensors.values()})
+    nbytes = Checkpoint(folder).nbytes
+    assert sum(done for done, _ in seen) == nbytes and {total for _, total in seen} == {nbytes}
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -27,7 +27,7 @@ _FOLDER = Path(__file__).parent / "emulator"
 _OPTIONS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-g1")
 # The sanitizer's calls ahead of every access go to the machine; its own library is not linked.
 _CHECKED = ("-O1", "-w", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
-_MOST_STEPS = 1 << 32
+_MOST_STEPS = 1 << 28  # turns of threads: minutes
 _MOST_ARGUMENTS = 64
 _UNITS = {"k16.f32.bf16.bf16": "BF16", "k32.f32.e4m3.e4m3": "E4M3"}
 _MATRIX = re.compile(

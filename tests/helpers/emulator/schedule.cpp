@@ -116,6 +116,8 @@ void make_matrix_ready(Warp& warp) {
 void yield() { to_scheduler(); }
 
 void point() {
+    if (static_cast<u8*>(__builtin_frame_address(0)) < machine.fiber->stack + LEAST_STACK)
+        fail("more than %llu bytes of local variables", STACK_BYTES - LEAST_STACK);
     ++machine.progress;
     machine.fiber->polled = nullptr;
     if (machine.budget-- == 0) to_scheduler();

@@ -79,18 +79,20 @@ inline void __nanosleep(u32) { emulator::pause(); }
 inline u32 __ballot_sync(u32 mask, bool value, WHERE) {
     return emulator::exchange(emulator::BALLOT, mask, value, 0, where);
 }
-inline u32 __shfl_sync(u32 mask, u32 value, u32 lane, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE, mask, value, lane, where);
-}
-inline u32 __shfl_up_sync(u32 mask, u32 value, u32 distance, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE_UP, mask, value, distance, where);
-}
-inline u32 __shfl_down_sync(u32 mask, u32 value, u32 distance, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE_DOWN, mask, value, distance, where);
-}
-inline u32 __shfl_xor_sync(u32 mask, u32 value, u32 distance, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE_XOR, mask, value, distance, where);
-}
+
+// Of 4 bytes, of any type; CUDA's 8-byte ones are not here.
+#define EXCHANGED(name, what)                                                                       \
+    template <class Value>                                                                          \
+    inline Value name(u32 mask, Value value, u32 operand, WHERE) {                                  \
+        static_assert(sizeof(Value) == 4, "4 bytes are exchanged");                                 \
+        u32 bits = __builtin_bit_cast(u32, value);                                                  \
+        return __builtin_bit_cast(Value, emulator::exchange(emulator::what, mask, bits, operand, where)); \
+    }
+EXCHANGED(__shfl_sync, SHUFFLE)
+EXCHANGED(__shfl_up_sync, SHUFFLE_UP)
+EXCHANGED(__shfl_down_sync, SHUFFLE_DOWN)
+EXCHANGED(__shfl_xor_sync, SHUFFLE_XOR)
+#undef EXCHANGED
 
 inline u32 atomicAdd(u32* address, u32 value, WHERE) {
     return emulator::atomic(emulator::ADD, address, value, 0, emulator::RELAXED, where);

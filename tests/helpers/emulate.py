@@ -10,6 +10,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -71,8 +72,8 @@ class _Launch(ctypes.Structure):
 
 def missing() -> str | None:
     """Why nothing can be emulated here; None if it can."""
-    if machine() != "x86_64":
-        return f"the emulator's fibers are written for x86_64, this is {machine()}"
+    if (sys.platform, machine()) != ("linux", "x86_64"):
+        return f"the emulator runs on Linux on x86_64, this is {sys.platform} on {machine()}"
     return None if shutil.which("g++") else "the emulator needs g++"
 
 

@@ -30,21 +30,23 @@ class Problem:
     """Weights and a call; odd experts but BUSY have no slot, and BUSY has one of each token.
 
     Attributes:
-        format: "nvfp4" or "mxfp4".
+        format: "nvfp4", "nvfp4-divide" (by the global scale) or "mxfp4".
         activation: "a16" or "a8".
         units: of the experts: "bf16", "fp8" or "both".
         experts: how many there are.
+        slot: type of the slots, "bf16" or "f32"; "f32" in a8.
     """
 
     format: str
     activation: str = "a16"
     units: str = "bf16"
     experts: int = 5
+    slot: str = "bf16"
 
     @property
     def numerics(self) -> Numerics:
         if self.activation == "a16":
-            return Numerics()
+            return Numerics(slot=self.slot)
         return Numerics(activation="a8", slot="f32", output="f32")
 
 

@@ -18,7 +18,7 @@
 
 namespace emulator {
 
-constexpr u32 LANES = 32, GROUP_WARPS = 4, MOST_BARRIERS = 32, NAMED = 16;
+constexpr u32 LANES = 32, GROUP_WARPS = 4, MOST_BARRIERS = 64, NAMED = 16;
 constexpr u32 SYSTEM_BYTES = 1024;       // of shared memory, below all that a kernel may use
 constexpr u32 SHARED_BYTES = 232448;     // of a block, the system's included
 constexpr u64 STACK_BYTES = 128 << 10, LEAST_STACK = 8 << 10;

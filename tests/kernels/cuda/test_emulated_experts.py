@@ -21,7 +21,7 @@ CLOSE = 2.0**-12
 CASES = {
     Problem("mxfp4"): [Run(128, 136), Run(40, 24, 1, 1, 2), Run(8, 12, 7, 2, 3)],
     Problem("nvfp4"): [Run(64, 72, 3, 3, 2), Run(16, 24, 1, 4, 3)],
-    Problem("nvfp4", experts=100): [Run(8, 24, 7, 4)],
+    Problem("nvfp4-divide", experts=100, slot="f32"): [Run(8, 24, 7, 4)],
     Problem("mxfp4", "a8", "fp8"): [Run(112, 120, 3, 5), Run(16, 24, 7, 6, 3)],
     Problem("nvfp4", "a8", "fp8"): [Run(40, 44, 3, 7, 2), Run(8, 12, 1, 8, 3)],
     Problem("mxfp4", "a8", "both"): [Run(64, 40, 3, 9, 2), Run(16, 12, 3, 10, 2)],

@@ -17,11 +17,12 @@ pytest.importorskip("triton", reason="its cuobjdump reads machine code")
 pytestmark = pytest.mark.skipif(
     compiler.missing() is not None, reason=f"no NVRTC: {compiler.missing()}"
 )
-# Both formats, both kinds of rows and of slots.
+# Both formats, both kinds of rows and of slots, and the widest tile.
 QUICK = {
     Variant("gate_up", "nvfp4", 8, gather=True),
     Variant("gate_up", "mxfp4", 16, gather=True),
     Variant("gate_up", "mxfp4", 40),
+    Variant("gate_up", "nvfp4", 128),
     Variant("down", "mxfp4", 8),
     Variant("down", "nvfp4", 16, slot_f32=True),
     Variant("down", "nvfp4", 40),
@@ -30,7 +31,7 @@ QUICK = {
 every_variant = pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v in QUICK else pytest.mark.slow, id=variant_name(v))
+        pytest.param(v, marks=() if v in QUICK else pytest.mark.long, id=variant_name(v))
         for v in variants()
     ],
 )

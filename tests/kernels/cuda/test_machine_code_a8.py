@@ -40,7 +40,7 @@ QUICK = {
     down("mxfp4", 112, "fp8"),
 }
 # Compiling all takes half an hour on two cores: these, and the widest tiles, stand for them.
-SLOW = {
+LONG = {
     gate_up("mxfp4", 40, "fp8", "fp8"),
     gate_up("mxfp4", 112, "fp8", "fp8"),
     down("nvfp4", 64, "fp8"),
@@ -49,9 +49,9 @@ SLOW = {
 every_variant = pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v in QUICK else pytest.mark.slow, id=variant_name(v))
+        pytest.param(v, marks=() if v in QUICK else pytest.mark.long, id=variant_name(v))
         for v in a8_variants()
-        if v in QUICK | SLOW
+        if v in QUICK | LONG
     ],
 )
 # kind of units -> matrix instruction, its k, and how many make a chain of 128.
@@ -106,7 +106,7 @@ def chains(variant: Variant, machine: Code) -> dict[tuple[str, int], list[int]]:
 
 
 def test_the_quick_ones_are_launched():
-    assert set(a8_variants()) >= QUICK | SLOW
+    assert set(a8_variants()) >= QUICK | LONG
 
 
 @every_variant

@@ -25,7 +25,6 @@ class Launches:
         reads: all tensors that kernels may only read, by name.
         writes: those that they may write too.
         change: what is done to a kernel's text before it runs.
-        names: kernels so far.
     """
 
     blocks: int = 3
@@ -33,7 +32,6 @@ class Launches:
     reads: dict[str, Tensor] = field(default_factory=dict)
     writes: dict[str, Tensor] = field(default_factory=dict)
     change: Any = None
-    names: list[Any] = field(default_factory=list)
 
     def weight(self, name: str, weight: CudaWeight) -> None:
         """The tensors of a weight are read."""
@@ -45,7 +43,6 @@ class Launches:
 
         def launch(device, stream, grid, arguments, early):
             text = what.text() if self.change is None else self.change(what.text())
-            self.names.append(what)
             emulate.run(
                 text,
                 what.entry,

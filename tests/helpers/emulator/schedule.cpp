@@ -88,7 +88,6 @@ void fail(const char* format, ...) {
 
 void make_runnable(Fiber& fiber) {
     Warp& warp = *fiber.warp;
-    fiber.key = nullptr;
     warp.runnable |= 1u << fiber.lane;
     if (warp.place < 0) {
         warp.place = int(warp.block->runnable.size());
@@ -125,7 +124,7 @@ void point() {
 
 void park(const void* key, const char* waits, Where where, u32 first, u32 second) {
     Fiber& fiber = *machine.fiber;
-    fiber.key = key, fiber.waits = waits, fiber.where = where;
+    fiber.waits = waits, fiber.where = where;
     fiber.detail[0] = first, fiber.detail[1] = second;
     machine.waiting[key].push_back(&fiber);
     take_off(fiber);
@@ -246,8 +245,8 @@ static std::string deadlock() {
         for (Warp& warp : block.warps)
             for (Fiber& fiber : warp.fibers)
                 if (!fiber.done)
-                    lines["block " + std::to_string(block.index.x) + ": " + waits_of(fiber)]
-                        .push_back(fiber.thread);
+                    lines["block " + std::to_string(block.index.x) + ": " + waits_of(fiber)].push_back(
+                        fiber.thread);
     std::string text = "deadlock: nothing can run, and no copy is on its way";
     for (auto& [line, threads] : lines) {
         text += "\n  " + line + ": threads";

@@ -210,7 +210,6 @@ class _Shard:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-            rows.sort(key=lambda row: row.name)
             # Before the shard gets its name: a shard that is there has its rows.
             write_json(self.job.out / WORK / f"{self.file}.json", [asdict(row) for row in rows])
         return rows

@@ -114,7 +114,7 @@ REFUSED = [
     (["--prompt", "x = 1\n" * 300], "tokens; the model has 1024 positions"),
     (["--layers", "9"], r"--layers has [9]; allowed: [0, 1, 2, 3, 4, 5]"),
     (["--layers", "one"], "--layers is 'one'; allowed: integers separated by commas"),
-    (["--widths", "0"], "widths are (0,); allowed: at least one, each from 1"),
+    (["--widths", "0"], "--widths is '0'; allowed: integers from 1"),
     (["--widths", ""], "--widths is ''; allowed: integers"),
     (["--layers", "1", "--all"], "--all and --layers were both given"),
 ]

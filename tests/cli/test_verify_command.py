@@ -18,6 +18,13 @@ from faulty_layers import faulty
 QUICK = ("--widths", "1,2,9", "--prompt", "def main(argv):\n    return [a + b for a in argv]\n")
 
 
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    """What is told beside the proof took half of the time; tests/cli/test_app.py has it whole."""
+    monkeypatch.setattr(command, "TEXT_PROMPT", 9)
+    monkeypatch.setattr(command, "TEXT_NEW", 3)
+
+
 def test_json(run, demo):
     result = run("verify", demo, *QUICK, "--json")
     assert result.exit_code == 0, result.stderr

@@ -23,8 +23,8 @@ WAYS = {
 
 
 class Both(CpuPath):
-    """Keeps the names of its launches. The CPU's loops want x in float32, and no more rows of h than
-    slots.
+    """Keeps the names of its launches. The CPU's loops want x in float32, and no more rows of h
+    than slots.
     """
 
     storage = STORAGE
@@ -98,7 +98,7 @@ def test_a_profile_splits_the_launch(layer, call, monkeypatch):
 
 
 def test_each_expert_by_itself(layer, call, monkeypatch):
-    """EXACTMOE_HOST_LOOP: of a table that leaves an expert where all slots put it in packed rows."""
+    """EXACTMOE_HOST_LOOP: its table leaves an expert where all slots put it in packed rows."""
     expected = layer.experts(*call)
     monkeypatch.setenv("EXACTMOE_HOST_LOOP", "on")
     launched = use_both(monkeypatch)

@@ -1,5 +1,6 @@
-"""Machine code of the experts kernel on sm_90, class a16: one matrix instruction, rounding as the contract says,
-no spills where it matters. It shows what the compiler made; tests/gpu show that it runs.
+"""Machine code of the experts kernel on sm_90, class a16: one matrix instruction, rounding as the
+contract says, no spills where it matters. It shows what the compiler made; tests/gpu show that it
+runs.
 """
 
 import re
@@ -17,17 +18,18 @@ pytest.importorskip("triton", reason="its cuobjdump reads machine code")
 pytestmark = pytest.mark.skipif(
     compiler.missing() is not None, reason=f"no NVRTC: {compiler.missing()}"
 )
-# Both formats, both kinds of rows and of slots.
+# Both formats, both kinds of rows and of slots, and the widest tile.
 QUICK = {
     Variant("nvfp4", 8, gather=True),
     Variant("mxfp4", 16, gather=True, slot_f32=True),
     Variant("mxfp4", 40),
     Variant("nvfp4", 64, slot_f32=True),
+    Variant("nvfp4", 128),
 }
 every_variant = pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v in QUICK else pytest.mark.slow, id=variant_name(v))
+        pytest.param(v, marks=() if v in QUICK else pytest.mark.long, id=variant_name(v))
         for v in variants()
     ],
 )
@@ -79,8 +81,8 @@ def test_no_operand_is_overwritten_while_it_is_read(variant):
 
 @every_variant
 def test_no_spills_where_it_matters(variant):
-    """None at all of narrow tiles. A wide tile may keep a few words that an item needs once; none of
-    them is touched in a loop of the matrix units.
+    """None at all of narrow tiles. A wide tile may keep a few words that an item needs once; none
+    of them is touched in a loop of the matrix units.
     """
     machine = code(variant)
     local = {place for place, text in enumerate(machine.main) if re.match("STL|LDL", text)}

@@ -33,7 +33,7 @@ QUICK = {
     variant_of("nvfp4", 40, "fp8"),
 }
 # Compiling all takes half an hour on two cores: these, and the widest tiles, stand for them.
-SLOW = {
+LONG = {
     variant_of("mxfp4", 40, "fp8"),
     variant_of("mxfp4", 112, "fp8"),
     variant_of("nvfp4", 64, "fp8"),
@@ -42,9 +42,9 @@ SLOW = {
 every_variant = pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v in QUICK else pytest.mark.slow, id=variant_name(v))
+        pytest.param(v, marks=() if v in QUICK else pytest.mark.long, id=variant_name(v))
         for v in a8_variants()
-        if v in QUICK | SLOW
+        if v in QUICK | LONG
     ],
 )
 # kind of units -> matrix instruction, its k, and how many make a chain of 128.
@@ -99,7 +99,7 @@ def chains(variant: Variant, machine: Code) -> dict[tuple[str, int], list[int]]:
 
 
 def test_the_quick_ones_are_launched():
-    assert set(a8_variants()) >= QUICK | SLOW
+    assert set(a8_variants()) >= QUICK | LONG
 
 
 @every_variant

@@ -16,13 +16,14 @@ import torch
 
 from exactmoe import Placement, load_layer
 from exactmoe.bank import SplitBank
-from exactmoe.checkpoint import Checkpoint, shares_of
+from exactmoe.checkpoint import Checkpoint, Reader, Share, plan_layer, shares_of
 from exactmoe.checkpoint.files import Files
 from exactmoe.checkpoint.model_bytes import of_config
-from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.fitting import partition_for
 from exactmoe.hf import blocks, load_model
 from exactmoe.hf import load as loading
+from exactmoe.hf import streaming
 from exactmoe.runtime import free_memory
 from published_configs import glm_5_3_flash
 from saved_bytes import assert_same_tensors, assert_saves_as
@@ -163,6 +164,20 @@ def test_fit_of_one_layer(checkpoint, monkeypatch, rng):
     one = load_layer(checkpoint, 3)
     x = torch.randn(3, one.config.hidden_size, generator=rng).bfloat16()
     assert fitted.bank.partition.rule.startswith("fit") and fitted(x).equal(one(x))
+
+
+def test_sizes_of_another_model_are_refused(checkpoint, model):
+    """transformers' config may ask for other sizes than the files have."""
+    opened = Checkpoint(checkpoint)
+    layer = opened.family.num_layers - 1
+    experts = experts_of(copy.deepcopy(model))[-1]
+    taken = streaming.without_parameters(experts)
+    count, rows, columns = taken["down_proj"].shape
+    taken["down_proj"] = torch.empty(count, rows, columns + 16, dtype=taken["down_proj"].dtype)
+    plans = [plan_layer(opened, layer)]
+    said = rf"the model of transformers asks for \({count}, {rows}, {columns + 16}\)"
+    with Reader(opened) as reader, pytest.raises(CheckpointError, match=said):
+        streaming.fill_experts(reader, {layer: experts}, {layer: taken}, plans, (Share(CPU),))
 
 
 def test_an_interrupt_leaves_nothing(checkpoint, monkeypatch):

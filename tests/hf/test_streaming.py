@@ -21,9 +21,8 @@ from exactmoe.checkpoint.files import Files
 from exactmoe.checkpoint.model_bytes import of_config
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.fitting import partition_for
-from exactmoe.hf import blocks, load_model
+from exactmoe.hf import blocks, load_model, streaming
 from exactmoe.hf import load as loading
-from exactmoe.hf import streaming
 from exactmoe.runtime import free_memory
 from published_configs import glm_5_3_flash
 from saved_bytes import assert_same_tensors, assert_saves_as

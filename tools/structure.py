@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "exactmoe"
@@ -76,7 +77,13 @@ def _files(root: Path, folders: tuple[str, ...], suffixes: set[str]) -> Iterator
 
 def _trees(root: Path, folders: tuple[str, ...]) -> Iterator[tuple[Path, ast.Module]]:
     for path in _files(root, folders, {".py"}):
-        yield path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"), str(path))
+        yield path.relative_to(root), _parsed(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def _parsed(text: str, name: str) -> ast.Module:
+    """Once for all checks, which only read it; parsing took most of their time."""
+    return ast.parse(text, name)
 
 
 def _package_trees(root: Path) -> Iterator[tuple[Path, str, ast.Module]]:

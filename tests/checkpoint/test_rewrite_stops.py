@@ -13,8 +13,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from exactmoe.checkpoint import Checkpoint, read_layer
+from exactmoe.checkpoint.dialects import MODELOPT_NVFP4
 from exactmoe.checkpoint.rewrite import WORK, QuantizeRequest, engine, quantize_checkpoint
 from exactmoe.checkpoint.rewrite import quantize as quantizing
+from exactmoe.checkpoint.rewrite.units import require_whole_stacks
 from exactmoe.errors import ConfigError, Unsupported
 from synthetic_checkpoints import Synthetic, write_synthetic
 
@@ -129,6 +131,15 @@ def test_gate_and_up_in_two_shards(source: Path, tmp_path: Path) -> None:
         found, asked = read_layer(made, layer), read_layer(whole, layer)
         for name, buffer in asked.bank.named_buffers():  # type: ignore[union-attr]
             assert found.bank.get_buffer(name).equal(buffer), name  # type: ignore[union-attr]
+
+
+def test_a_stack_is_rewritten_as_a_whole(tmp_path: Path) -> None:
+    source = write_synthetic(tmp_path / "in", Synthetic("deepseek_v4", "stacked-mxfp4"))
+    checkpoint = Checkpoint(source)
+    units = quantizing._plan(checkpoint, REQUEST, MODELOPT_NVFP4).units
+    require_whole_stacks(checkpoint, units)
+    with pytest.raises(Unsupported, match="down_proj .* is rewritten in part; allowed: all of it"):
+        require_whole_stacks(checkpoint, units[:-1])
 
 
 def test_what_is_not_copied(source: Path, tmp_path: Path) -> None:

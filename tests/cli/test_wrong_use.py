@@ -96,6 +96,25 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", GLM, "--prompt", "x"],
+        ["verify", GLM],
+        ["profile", GLM],
+        TEXT,
+        ["serve", GLM, "--port", "0"],
+        ["bench"],
+    ],
+)
+def test_a_switch_that_is_not_allowed_is_refused_before_the_work(run, monkeypatch, arguments):
+    monkeypatch.setitem(sys.modules, "exactmoe.hf", None)  # importing it raises ImportError
+    monkeypatch.setenv("EXACTMOE_THREADS", "0")
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "exactmoe: EXACTMOE_THREADS='0'; allowed: a positive integer\n"
+
+
 def test_a_prompt_that_is_too_long_is_refused_before_the_model_is_loaded(run, monkeypatch):
     def loaded(*args, **settings):
         raise AssertionError("the model is loaded")
@@ -139,23 +158,25 @@ def test_the_list_of_commands_cuts_no_sentence(run):
     assert "..." not in listed
 
 
-def started(*arguments):
+def started(*arguments, stdout=subprocess.PIPE):
     """`python -m exactmoe` as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "exactmoe", *arguments],
         env={**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])},
         text=True,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
     )
 
 
-def test_a_reader_that_goes_is_no_error():
-    running = started("inspect", GLM)
-    assert running.stdout.readline().startswith(GLM)
-    running.stdout.close()
-    assert running.stderr.read() == ""
-    assert running.wait(timeout=120) == 141
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_reader_that_goes_is_no_error(as_json):
+    read, write = os.pipe()
+    running = started("plan", GLM, "--cards", "9GiB", *["--json"] * as_json, stdout=write)
+    os.close(write)
+    os.close(read)
+    assert running.communicate(timeout=120) == (None, "")
+    assert running.returncode == 141
 
 
 def test_the_package_can_be_run():

@@ -56,7 +56,7 @@ class DiskEvents:
 
     def require_safe(self) -> None:
         """Each file under its own name came by a rename, was on the disk before it, was not written
-        after that, and its folder was put on the disk after the rename.
+        after that, and its folder was put on the disk next.
         """
         for place, (what, path) in enumerate(self.log):
             if what != "name":
@@ -65,8 +65,8 @@ class DiskEvents:
             assert what == "from" and partial != path
             before = [w for w, p in self.log[:place] if p == partial and w in ("write", "sync")]
             assert before and before[-1] == "sync", f"{path} has its name before its bytes"
-            folder = str(Path(path).parent)
-            assert ("sync", folder) in self.log[place:], f"the name of {path} may be lost"
+            folder, later = str(Path(path).parent), self.log[place + 1 :]
+            assert later[:1] == [("sync", folder)], f"the name of {path} may be lost"
         names = set(self.named)
         written = {path for what, path in self.log if what == "write" and path in names}
         assert not written, f"{written} were written under their own names"

@@ -65,6 +65,7 @@ class What(options.Common):
             raise ConfigError(f"--format is {format!r}; allowed: {', '.join(bench.FORMATS)}")
         widths: tuple[int, ...] = WIDTHS[device.type]
         options.checked_backend(self.backend)
+        options.check_switches()
         if self.cliff:
             widths = bench.cliff_widths(_tiles(shape, device), max(WIDTHS[device.type]))
         if self.widths is not None:

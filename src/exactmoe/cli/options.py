@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from exactmoe import env
 from exactmoe.config import PRESETS, Placement
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.parallel.ranks import Ranks, launched
@@ -61,6 +62,7 @@ class Running(Common):
                 "cuda:0,cuda:1"
             )
         checked_backend(self.backend)
+        check_switches()
         found = {
             "cards": Placement(cards=cards).cards,
             "numerics": checked_numerics(self.numerics),
@@ -106,6 +108,11 @@ def checked_numerics(name: str | None) -> str | None:
     if name is not None and name not in PRESETS:
         raise ConfigError(f"--numerics is {name!r}; allowed: {', '.join(PRESETS)}")
     return name
+
+
+def check_switches() -> None:
+    """ConfigError for an environment switch that is not allowed: before a model is loaded."""
+    env.changed()
 
 
 def checked_backend(name: str) -> None:

@@ -29,6 +29,9 @@ ifneq ($(origin TORCH_INDEX),undefined)
 export TORCH_INDEX
 endif
 
+# Tests start dozens of processes; each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo style check test test-long bench verify gpu-test
 
@@ -53,11 +56,12 @@ check: setup ## formatting, lint, types and structure, nothing changed
 	$(RUN) tools/structure.py
 
 # One thread a process: the workers already fill the cores, and bits must not depend on threads.
+# worksteal: tests of a file stay together, with what they share, and no worker waits at the end.
 test: check ## everything that needs no GPU
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -m "not gpu and not two_gpu and not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not two_gpu and not long" $(ARGS)
 
-test-long: setup ## tests that take most of a minute each, left out of test
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -m "long and not gpu and not two_gpu" $(ARGS)
+test-long: setup ## tests at more sizes than those of test, in minutes
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "long and not gpu and not two_gpu" $(ARGS)
 
 gpu-test: setup ## the tests that need a CUDA card
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-test: torch sees no CUDA card")'

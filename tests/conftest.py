@@ -20,13 +20,22 @@ SEED = 20260
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests whose marker asks for more CUDA cards than there are."""
+    """Skips the tests whose marker asks for more CUDA cards than there are.
+
+    Slow tests come first: none begins when the other worker has nothing left. Those of the pool of
+    ranks do too, so that one worker has them all and starts one pool.
+    """
     cards = torch.cuda.device_count()
+    items.sort(key=lambda item: not _is_early(item))
     for item in items:
         needed = 2 if item.get_closest_marker("two_gpu") else bool(item.get_closest_marker("gpu"))
         if needed > cards:
             reason = f"needs {int(needed)} CUDA cards, this machine has {cards}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_early(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("slow")) or "pool" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture

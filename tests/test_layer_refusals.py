@@ -281,3 +281,15 @@ def test_placement(layer):
         MoELayer(config, bank, cards=["cpu:1"])
     with pytest.raises(ConfigError, match="backend is 'fast'.*auto, .*cpu, reference"):
         MoELayer(config, bank, backend="fast")
+
+
+@pytest.mark.parametrize("width", [0, -1, 1.5, "8", True])
+def test_explain_of_no_width(layer, width):
+    for asked in (layer, layer.shared):
+        with pytest.raises(ConfigError, match="width is .*; allowed: an integer from 1"):
+            asked.explain(width)
+
+
+def test_limits_that_are_none(layer):
+    with pytest.raises(ConfigError, match=r"limits is 3; allowed: Limits\(...\), or None"):
+        MoELayer(layer.config, layer.bank, limits=3)

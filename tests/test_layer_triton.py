@@ -163,7 +163,7 @@ def test_ids_out_of_range_and_no_tokens(rng):
 )
 def test_a_lever_changes_no_bit_and_is_named(switch, text, rng, monkeypatch, caplog):
     layer = make(rng)
-    x = normal(rng, 6, 128)
+    x = normal(rng, 3, 128)
     expected = layer(x)
     monkeypatch.setattr(notes, "_said", set())
     monkeypatch.setenv(switch, text)
@@ -171,11 +171,11 @@ def test_a_lever_changes_no_bit_and_is_named(switch, text, rng, monkeypatch, cap
         assert_same_bits(layer(x), expected)
         assert_same_bits(layer(x), expected)
     if switch == "EXACTMOE_TILE":
-        assert "EXACTMOE_TILE=32" in str(layer.explain(6))
+        assert "EXACTMOE_TILE=32" in str(layer.explain(3))
         assert any("gate_up.py, 32 tokens" in message for message in caplog.messages)
     warned = [r for r in caplog.records if r.message.startswith(f"{switch} is not at its default")]
     assert [record.levelname for record in warned] == ["WARNING"]
-    assert f"switch {switch}=" in str(layer.explain(6))
+    assert f"switch {switch}=" in str(layer.explain(3))
 
 
 def test_pieces_and_the_log_line(rng, monkeypatch, caplog):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exactmoe import env, ops
 from exactmoe.bank import ExactModule
-from exactmoe.config import Limits, checked_max_rows
+from exactmoe.config import Limits, checked_limits, checked_max_rows
 from exactmoe.errors import Unsupported
 from exactmoe.ops import DECODED, DEVICE, Path, Storage, gpu_storages
 from exactmoe.plan import Plan, architecture_of, backends
@@ -72,7 +72,7 @@ class Block(ExactModule):
 
     def __init__(self, limits: Limits | None, backend: str) -> None:
         super().__init__()
-        self._limits = limits or Limits()
+        self._limits = checked_limits(limits)
         self.backend = backend
         self.spans: LayerSpans | None = None  # records the steps of its calls, while it is set
 

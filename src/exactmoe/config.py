@@ -284,6 +284,21 @@ def checked_max_rows(value: object) -> int:
     return cast(int, value)
 
 
+def checked_width(value: object) -> int:
+    """Tokens of a call that is asked about. ConfigError: no positive integer."""
+    _require_int("width", value, 1)
+    return cast(int, value)
+
+
+def checked_limits(value: object) -> Limits:
+    """Limits as they were given, None: the defaults. ConfigError: something else."""
+    if value is None:
+        return Limits()
+    if not isinstance(value, Limits):
+        raise ConfigError(f"limits is {value!r}; allowed: Limits(...), or None")
+    return value
+
+
 __all__ = [
     "CONTRACT_VERSION",
     "DEVICE_TYPES",
@@ -295,6 +310,8 @@ __all__ = [
     "Numerics",
     "Placement",
     "RouterConfig",
+    "checked_limits",
     "checked_max_rows",
     "checked_swiglu_limit",
+    "checked_width",
 ]

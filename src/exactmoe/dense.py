@@ -8,7 +8,7 @@ from torch import Tensor
 from exactmoe import ops
 from exactmoe.bank import ExpertBank
 from exactmoe.block import Block, Space, say_first
-from exactmoe.config import Limits, Numerics, checked_swiglu_limit
+from exactmoe.config import Limits, Numerics, checked_swiglu_limit, checked_width
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Storage, compiled
@@ -74,7 +74,7 @@ class DenseMLP(Block):
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
         plan, weights = self.plan(), self.bank.weights()
-        tiles = self.tiles(plan, min(width, self.max_rows))
+        tiles = self.tiles(plan, min(checked_width(width), self.max_rows))
         return explain(plan, self.numerics, self.limits, width, weights, tiles)
 
     def tiles(self, plan: Plan, num_tokens: int) -> tuple[TileChoice, ...]:

@@ -123,8 +123,8 @@ SWITCHES: dict[str, Switch] = {
             parse=_choice("one", "two"),
             default="one",
             allowed="one, two",
-            meaning="two, for comparison: gate_up and down of routed experts in two launches on the "
-            "sm_90 path, instead of one.",
+            meaning="two, for comparison: gate_up and down of routed experts in two launches on "
+            "the sm_90 path, instead of one.",
         ),
         Switch(
             name="EXACTMOE_EARLY",

@@ -13,7 +13,7 @@ from torch import Tensor
 from exactmoe import ops
 from exactmoe.bank import ExpertBank, Router, SplitBank
 from exactmoe.block import Block, Space, lever
-from exactmoe.config import Limits, MoEConfig, Numerics, Placement
+from exactmoe.config import Limits, MoEConfig, Numerics, Placement, checked_width
 from exactmoe.dense import DenseMLP, dense_regions
 from exactmoe.errors import BitMismatch, ConfigError, Unsupported
 from exactmoe.formats.units import PIECE
@@ -178,7 +178,7 @@ class MoELayer(Block):
         """Which path runs a call of `width` tokens, and why; the matrix units that each expert may
         use; which card owns what, and what is sent.
         """
-        rows = min(width, self.max_rows)
+        rows = min(checked_width(width), self.max_rows)
         tiles = expert_tiles(self, rows * self.config.top_k)
         if self.shared is not None:
             tiles += self.shared.tiles(self.plan(), rows)

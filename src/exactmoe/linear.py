@@ -5,7 +5,7 @@ from torch import Tensor
 
 from exactmoe import ops
 from exactmoe.block import Block, Space, say_first
-from exactmoe.config import Limits, Numerics
+from exactmoe.config import Limits, Numerics, checked_width
 from exactmoe.errors import ConfigError
 from exactmoe.formats import PackedWeight
 from exactmoe.ops import Storage, compiled
@@ -95,7 +95,7 @@ class DenseLinear(Block):
     def explain(self, width: int = 8) -> Explanation:
         """Which path runs a call of `width` tokens, and why."""
         plan, weights = self.plan(), (self.weight,)
-        tiles = self.tiles(plan, min(width, self.max_rows))
+        tiles = self.tiles(plan, min(checked_width(width), self.max_rows))
         return explain(plan, self.numerics, self.limits, width, weights, tiles, ("weight",))
 
     def tiles(self, plan: Plan, num_tokens: int) -> tuple[TileChoice, ...]:

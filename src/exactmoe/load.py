@@ -19,7 +19,7 @@ from exactmoe.checkpoint import (
     shares_of,
 )
 from exactmoe.checkpoint.model_bytes import of_layer
-from exactmoe.config import Limits, Numerics, Placement
+from exactmoe.config import Limits, Numerics, Placement, checked_limits
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
 from exactmoe.fitting import partition_for
@@ -66,6 +66,7 @@ def load_layer(
     devices = devices_of(placement)
     if not isinstance(layer, int) or isinstance(layer, bool):
         raise ConfigError(f"layer is {layer!r}; allowed: an integer, the index of a layer")
+    limits = checked_limits(limits)
     quantization = None if quantize is None else Quantization.of(quantize)
     checkpoint = Checkpoint(path, numerics)
     partition = _partition(checkpoint, layer, placement, devices, limits)

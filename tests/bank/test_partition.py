@@ -99,6 +99,7 @@ REFUSED = [
     (lambda: Partition((0, True)), "owner of expert 1 is True"),
     (lambda: Partition((0, 2)), "cards [1] of 3 own no expert"),
     (lambda: Partition.of_lists([[0, 1], [1, 2]], 3), "expert 1 is owned by card 0 and again by"),
+    (lambda: Partition.of_lists([[0.0]], 1), "card 0 owns expert 0.0; allowed: 0 to 0"),
     (
         lambda: Partition.of_lists([[0, 0], [1]], 2),
         "expert 0 is owned by card 0 and again by card 0",

@@ -58,9 +58,11 @@ FIT_REFUSED = [
         {"free": [500, 50], "dense": [0, 20], "workspace": [0, 11], "kv_reserve": [0, 12]},
         "card 1 has 7 bytes for experts (free 50 - dense 20 - workspace 11 - KV reserve 12)",
     ),
-    ({"free": [500, 500], "dense": [1]}, "dense_bytes is [1]; allowed: 2 numbers from 0"),
+    ({"free": [500, 500], "dense": [1]}, "dense_bytes is [1]; allowed: 2 integers from 0"),
     ({"free": [500, -1]}, "free_bytes is [500, -1]"),
-    ({"free": []}, "free_bytes is []; allowed: one or more numbers"),
+    ({"free": []}, "free_bytes is []; allowed: one or more integers"),
+    ({"free": [500.0, 500]}, "free_bytes is [500.0, 500]; allowed: 2 integers"),
+    ({"free": [float("nan")]}, "free_bytes is [nan]; allowed: 1 integers"),
 ]
 
 

@@ -262,3 +262,17 @@ def test_long_lists_of_errors_are_cut(tmp_path: Path, rng: torch.Generator) -> N
     assert "and 30 more" in report.text()
     with pytest.raises(CheckpointError, match="50 errors(?s:.*)and 30 more"):
         report.require_clean()
+
+
+def test_a_load_raises_the_first_finding_and_counts_the_others(
+    tmp_path: Path, rng: torch.Generator
+) -> None:
+    tensors = glm_tensors(rng)
+    for expert in (0, 2, 3):
+        del tensors[f"{MOE}.experts.{expert}.up_proj.weight_scale"]
+    checkpoint = Checkpoint(write(tmp_path, glm_config(), tensors))
+    said = r"experts\.0\.up_proj\.weight_scale is missing .*\(and (\d+) more\)$"
+    with pytest.raises(CheckpointError, match=said) as refused:
+        read_layer(checkpoint, 1)
+    found = len(audit(checkpoint).errors)
+    assert str(refused.value).endswith(f"(and {found - 1} more)") and found > 3

@@ -92,6 +92,18 @@ def test_header_that_does_not_fit_its_values(
         Checkpoint(tmp_path)
 
 
+def test_a_dtype_that_nothing_here_reads(tmp_path: Path, tensors: Tensors) -> None:
+    """safetensors knows it, and its bytes fit."""
+
+    def as_fp4(header: dict[str, Any]) -> None:
+        begin, end = header[NORM]["data_offsets"]
+        header[NORM] |= {"dtype": "F4", "shape": [2 * (end - begin)]}
+
+    edit_header(write(tmp_path, glm_config(), tensors), as_fp4)
+    with pytest.raises(CheckpointError, match=f"{NORM} has dtype F4; known: BOOL, U8"):
+        Checkpoint(tmp_path)
+
+
 def test_name_twice_in_a_header(tmp_path: Path, tensors: Tensors) -> None:
     def twice(header: dict[str, Any]) -> str:
         text = json.dumps(header)

@@ -186,3 +186,23 @@ def test_config_errors_name_the_file(tmp_path: Path, tensors: Tensors) -> None:
     with pytest.raises(Unsupported, match=r"config\.json: n_group is 8") as caught:
         Checkpoint(tmp_path)
     assert "n_group is 8" in caught.value.reason
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
+def test_an_index_without_names(tmp_path: Path, tensors: Tensors, content: object) -> None:
+    write(tmp_path, glm_config(), tensors, shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="index.json has no weight_map"):
+        Checkpoint(tmp_path)
+
+
+def test_tensors_come_in_the_order_of_the_file(tmp_path: Path, tensors: Tensors) -> None:
+    """Whatever the order of its header."""
+    path = write(tmp_path, glm_config(), tensors) / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(dict(sorted(header.items(), reverse=True))).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    offsets = [info.offset for info in Checkpoint(tmp_path).tensors.values()]
+    assert offsets == sorted(offsets) and len(offsets) == len(tensors)

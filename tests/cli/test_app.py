@@ -152,8 +152,8 @@ def test_numerics_of_inspect(run):
 def test_bad_usage(run, arguments):
     result = run(*arguments)
     assert result.exit_code == 2
-    assert "Usage:" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("exactmoe: ") and result.stderr.count("\n") == 1
+    assert result.stderr.endswith("--help)\n")
 
 
 def test_process_without_traceback_and_with_debug():

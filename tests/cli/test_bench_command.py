@@ -75,8 +75,8 @@ def test_what_was_measured_is_kept_at_ctrl_c(run, tmp_path, monkeypatch):
 WRONG = [
     (("--shape", "1,2"), "--shape is '1,2'; allowed: glm, deepseek, small, or H,I,E,K"),
     (("--format", "bf16"), "--format is 'bf16'; allowed: nvfp4, mxfp4"),
-    (("--widths", "1,x"), "--widths is '1,x'; allowed: integers separated by commas"),
-    (("--widths", "0"), "widths are (0,); allowed: positive integers"),
+    (("--widths", "1,x"), "--widths is '1,x'; allowed: integers from 1"),
+    (("--widths", "0"), "--widths is '0'; allowed: integers from 1"),
     (("--parts", "all"), "parts are ['all']; allowed: experts, sort, block, dense"),
     (("--peers", "marlin"), "peer is 'marlin'; allowed: all, none, grouped_mm"),
     (("--numerics", "a4"), "--numerics is 'a4'; allowed: a16, a8"),

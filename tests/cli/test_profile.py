@@ -74,7 +74,7 @@ def test_tables_and_a_text_of_ones_own(run, glm, tmp_path):
 def test_refusals(run, glm, tmp_path):
     for arguments, message in {
         ("--widths", "1,x"): "--widths is '1,x'; allowed: integers",
-        ("--widths", "0"): "widths are (0,)",
+        ("--widths", "0"): "--widths is '0'; allowed: integers from 1",
         ("--widths", "5000"): "widths up to the length of the text",
         ("--text", str(tmp_path / "none")): "none cannot be read",
         ("--html", str(tmp_path / "no" / "p.html")): "allowed: a file in a folder that is there",

@@ -84,7 +84,7 @@ def test_refusals(run, traced, glm, tmp_path):
         (glm,): "--text and --trace: allowed is one of them",
         (glm, "--text", "a", "--trace", "b"): "--text and --trace: allowed is one of them",
         (glm, "--text", tmp_path / "none.txt"): "none.txt cannot be read",
-        (glm, "--text", TEXT, "--save-as", "csv"): "allowed: .npz, .parquet",
+        (glm, "--text", TEXT, "--save-as", "csv"): "--save-as is 'csv'; allowed: npz, parquet",
         (glm, "--trace", tmp_path / "none.npz"): "is no trace of routes",
         (other, "--trace", trace): "it is of another model",
         (glm, "--trace", trace, "--placement", trace): "is no placement",

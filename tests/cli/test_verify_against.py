@@ -6,10 +6,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from exactmoe.cli import verify as command
 from exactmoe.cli.app import build
 
 GLM = str(Path(__file__).resolve().parents[2] / "demo" / "glm5_next")
 QUICK = ("verify", GLM, "--widths", "1,9", "--prompt", "def main(argv):\n    return a\n")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_texts():
+    """What is told beside the proof took half of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "TEXT_PROMPT", 9)
+        patch.setattr(command, "TEXT_NEW", 3)
+        yield
 
 
 @pytest.fixture(scope="module")

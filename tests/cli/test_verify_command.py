@@ -18,6 +18,13 @@ from faulty_layers import faulty
 QUICK = ("--widths", "1,2,9", "--prompt", "def main(argv):\n    return [a + b for a in argv]\n")
 
 
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    """What is told beside the proof took half of the time; tests/cli/test_app.py has it whole."""
+    monkeypatch.setattr(command, "TEXT_PROMPT", 9)
+    monkeypatch.setattr(command, "TEXT_NEW", 3)
+
+
 def test_json(run, demo):
     result = run("verify", demo, *QUICK, "--json")
     assert result.exit_code == 0, result.stderr
@@ -114,7 +121,7 @@ REFUSED = [
     (["--prompt", "x = 1\n" * 300], "tokens; the model has 1024 positions"),
     (["--layers", "9"], r"--layers has [9]; allowed: [0, 1, 2, 3, 4, 5]"),
     (["--layers", "one"], "--layers is 'one'; allowed: integers separated by commas"),
-    (["--widths", "0"], "widths are (0,); allowed: at least one, each from 1"),
+    (["--widths", "0"], "--widths is '0'; allowed: integers from 1"),
     (["--widths", ""], "--widths is ''; allowed: integers"),
     (["--layers", "1", "--all"], "--all and --layers were both given"),
 ]

@@ -37,7 +37,11 @@ def proved(layer, device, **settings):
     return report
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
+# A GPU runs all of them, whatever their marks; `make test` has each class and chain in QUICK.
+more = (pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in MORE)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *more])
 def test_layer(device, name):
     report = proved((QUICK | MORE)[name].build(device), device)
     if device == "cuda":

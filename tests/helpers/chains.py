@@ -18,13 +18,14 @@ def by_hand(columns: int, terms: dict[int, float]) -> tuple[Tensor, Tensor]:
     return w, x
 
 
-def chain(w: np.ndarray, x: np.ndarray) -> np.float32:
-    """One chain: 16 lanes, then the tree."""
-    lanes = [np.float32(0)] * 16
-    for k in range(len(w)):
-        lanes[k % 16] = np.float32(lanes[k % 16] + np.float32(w[k] * x[k]))
+def chain(w: np.ndarray, x: np.ndarray) -> np.float32 | np.ndarray:
+    """One chain of k, the last axis: 16 lanes, then the tree. Other axes are dots of their own."""
+    assert w.dtype == x.dtype == np.float32
+    lanes: list = [np.float32(0)] * 16
+    for k in range(w.shape[-1]):
+        lanes[k % 16] = lanes[k % 16] + w[..., k] * x[..., k]
     for step in (8, 4, 2, 1):
-        lanes = [np.float32(lanes[j] + lanes[j + step]) for j in range(step)]
+        lanes = [lanes[j] + lanes[j + step] for j in range(step)]
     return lanes[0]
 
 
@@ -39,11 +40,19 @@ def nearest_f32(exact: Fraction) -> float:
     return math.copysign(math.inf, rounded) if abs(rounded) >= 2**128 else float(rounded)
 
 
-def block_chains(w: np.ndarray, x: np.ndarray, scales: np.ndarray) -> np.float32:
-    """FP8: acc = fma(chain of 128, block scale, acc) over one row and one token, from +0."""
+def block_chains(w: np.ndarray, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """FP8: acc = fma(chain of 128, block scale, acc) along k, the last axis, from +0; scales [...,
+    K / 128]. Other axes are dots of their own.
+    """
+    parts = [slice(128 * block, 128 * block + 128) for block in range(scales.shape[-1])]
+    chains = np.stack([chain(w[..., part], x[..., part]) for part in parts], -1)
+    pairs = np.stack(np.broadcast_arrays(chains, scales), -1).reshape(-1, len(parts), 2)
+    found = [_scaled_sum(pair.tolist()) for pair in pairs]
+    return np.array(found, np.float32).reshape(chains.shape[:-1])
+
+
+def _scaled_sum(pairs: list[list[float]]) -> float:
     accumulator = 0.0
-    for block, scale in enumerate(scales):
-        part = slice(128 * block, 128 * block + 128)
-        product = Fraction(float(chain(w[part], x[part]))) * Fraction(float(scale))
-        accumulator = nearest_f32(product + Fraction(accumulator))
-    return np.float32(accumulator)
+    for chain_sum, scale in pairs:
+        accumulator = nearest_f32(Fraction(chain_sum) * Fraction(scale) + Fraction(accumulator))
+    return accumulator

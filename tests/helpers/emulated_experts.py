@@ -20,32 +20,36 @@ from exactmoe.ops.cuda.prepare import CudaWeight, prepare
 from exactmoe.runtime.routes import RouteTable
 from gpu_layers import generator, packed
 
-INNER, EXPERTS, TOP_K = 384, 5, 2
-BUSY = 1  # takes a slot of every token
+INNER, TOP_K = 384, 2
+BUSY = 1  # the expert that takes a slot of every token
 LIMIT = 10.0
 E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Weights and a call; expert 3 has no slot, expert BUSY one of each token.
+    """Weights and a call; odd experts but BUSY have no slot, and BUSY has one of each token.
 
     Attributes:
-        format: "nvfp4" or "mxfp4".
+        format: "nvfp4", "nvfp4-divide" (by the global scale) or "mxfp4".
         activation: "a16" or "a8".
         units: of the experts: "bf16", "fp8" or "both".
         hidden: size of x, a multiple of 128.
+        experts: how many there are.
+        slot: type of the slots, "bf16" or "f32"; "f32" in a8.
     """
 
     format: str
     activation: str = "a16"
     units: str = "bf16"
     hidden: int = 256
+    experts: int = 5
+    slot: str = "bf16"
 
     @property
     def numerics(self) -> Numerics:
         if self.activation == "a16":
-            return Numerics()
+            return Numerics(slot=self.slot)
         return Numerics(activation="a8", slot="f32", output="f32")
 
 
@@ -92,14 +96,14 @@ def _weight(
     rng: torch.Generator, problem: Problem, rows: int, columns: int, first: int
 ) -> PackedWeight:
     """Of units "both", every third expert from `first` on is not exact on the fp8 units."""
-    made = packed(rng, problem.format, EXPERTS, rows, columns)
+    made = packed(rng, problem.format, problem.experts, rows, columns)
     if problem.units == "bf16" or made.scales is None:
         return made
     scales = made.scales
     if problem.format == "nvfp4":
         scales = (torch.randint(4, 12, scales.shape, generator=rng) << 3).byte()
     if problem.units == "both":
-        for expert in range(first, EXPERTS, 3):
+        for expert in range(first, problem.experts, 3):
             scales[expert, 0, :2] = torch.tensor(
                 [0x08, 0x78] if made.global_scale is not None else [100, 120]
             ).byte()
@@ -120,11 +124,11 @@ def prepared(problem: Problem) -> tuple[CudaWeight, CudaWeight, CudaWeight]:
 
 
 @cache
-def call(hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+def call(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """x bfloat16 [MOST, hidden], ids int32 [MOST, TOP_K], weights float32."""
     rng = generator("cpu", 6)
-    x = torch.randn(MOST, hidden, generator=rng).bfloat16()
-    ids = torch.tensor([0, 2, 4])[torch.randint(0, 3, (MOST,), generator=rng)]
+    x = torch.randn(MOST, problem.hidden, generator=rng).bfloat16()
+    ids = 2 * torch.randint(0, (problem.experts + 1) // 2, (MOST,), generator=rng)
     ids = torch.stack((ids, torch.full_like(ids, BUSY)), 1).int()
     return x, ids, torch.rand(MOST, TOP_K, generator=rng) + 0.1
 
@@ -133,9 +137,9 @@ def call(hidden: int) -> tuple[Tensor, Tensor, Tensor]:
 def expected(problem: Problem) -> Tensor:
     """Slots float32 [MOST * TOP_K, hidden] of the reference, all rows of an expert at a time."""
     (gate, up, down), of = weights_of(problem), problem.numerics
-    x, ids, weights = call(problem.hidden)
+    x, ids, weights = call(problem)
     slots = torch.full((MOST * TOP_K, problem.hidden), float("nan"))
-    for expert in range(EXPERTS):
+    for expert in range(problem.experts):
         places = (ids.flatten() == expert).nonzero()[:, 0]
         if len(places):
             rows = reference.as_rows(x[places // TOP_K], of)
@@ -145,10 +149,10 @@ def expected(problem: Problem) -> Tensor:
     return slots
 
 
-def routes_of(ids: Tensor) -> RouteTable:
+def routes_of(ids: Tensor, num_experts: int) -> RouteTable:
     experts_of_slots = ids.flatten().long()
-    offsets = torch.zeros(EXPERTS + 1, dtype=torch.int32)
-    offsets[1:] = torch.bincount(experts_of_slots, minlength=EXPERTS).cumsum(0)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    offsets[1:] = torch.bincount(experts_of_slots, minlength=num_experts).cumsum(0)
     slots = experts_of_slots.sort(stable=True).indices.int()
     return RouteTable(offsets, slots, torch.zeros(1, dtype=torch.int64))
 
@@ -166,8 +170,8 @@ def slots_of(problem: Problem, run: Run, change: Callable[[str], str] | None = N
     Args:
         change: of the kernels' texts.
     """
-    x, ids, weights = (tensor[: run.tokens].contiguous() for tensor in call(problem.hidden))
-    routes, wide = routes_of(ids), problem.numerics.slot == "f32"
+    x, ids, weights = (tensor[: run.tokens].contiguous() for tensor in call(problem))
+    routes, wide = routes_of(ids, problem.experts), problem.numerics.slot == "f32"
     if run.absent:
         routes.offsets.zero_()
     slots = poison(run.tokens * TOP_K, problem.hidden, torch.float32 if wide else torch.bfloat16)
@@ -223,7 +227,7 @@ def _arrays(
     launches: Launches, problem: Problem, x: Tensor, weights: Tensor
 ) -> tuple[Rows, Rows, Tensor | None]:
     """Token rows with scratch, h, and routing weights."""
-    count, hidden = 8 * (len(x) * TOP_K // 8 + EXPERTS), problem.hidden
+    count, hidden = 8 * (len(x) * TOP_K // 8 + problem.experts), problem.hidden
     if problem.activation == "a16":
         h, scratch = poison(count, INNER, x.dtype), poison(count, hidden, x.dtype)
         launches.reads["x"] = x

@@ -86,6 +86,7 @@ extern "C" __global__ void collectives(u32* out, u32 fault) {
     if (fault == 2 && lane == 7) return;
     u32 from = __shfl_sync(~0u, lane * 3, 5), up = __shfl_up_sync(~0u, lane * 3, 2);
     u32 down = __shfl_down_sync(~0u, lane * 3, 4), exchanged = __shfl_xor_sync(~0u, lane * 3, 8);
+    float half = __shfl_xor_sync(~0u, lane * 0.5f, 1);
     u32 ballot = __ballot_sync(~0u, lane % 3 == 0 && lane < 30);
     atomicAdd(out + 5 * 32, 1);
     u32 words[4];
@@ -95,10 +96,10 @@ extern "C" __global__ void collectives(u32* out, u32 fault) {
     if (warp) return;
     u32 count = atomicAdd(out + 5 * 32, 0), stored[4];
     load_16(stored, base + lane * 16);
-    u32 found[] = {from, up, down, exchanged, ballot, count, crossed};
-    for (u32 i = 0; i < 7; ++i)
+    u32 found[] = {from, up, down, exchanged, ballot, count, crossed, __float_as_uint(half)};
+    for (u32 i = 0; i < 8; ++i)
         if (i != 5 || lane) out[i * 32 + lane] = found[i];
-    for (u32 i = 0; i < 4; ++i) out[7 * 32 + lane * 4 + i] = stored[i];
+    for (u32 i = 0; i < 4; ++i) out[8 * 32 + lane * 4 + i] = stored[i];
 }
 """
 

@@ -27,7 +27,6 @@ class Launches:
         reads: all tensors that kernels may only read, by name.
         writes: those that they may write too.
         change: what is done to a kernel's text before it runs.
-        names: kernels so far.
         counters: of the stream; zeros behind every launch.
     """
 
@@ -37,10 +36,7 @@ class Launches:
     reads: dict[str, Tensor] = field(default_factory=dict)
     writes: dict[str, Tensor] = field(default_factory=dict)
     change: Any = None
-    names: list[Any] = field(default_factory=list)
-    counters: Tensor = field(
-        default_factory=lambda: torch.zeros(NUM_COUNTERS, dtype=torch.int32)
-    )
+    counters: Tensor = field(default_factory=lambda: torch.zeros(NUM_COUNTERS, dtype=torch.int32))
 
     def weight(self, name: str, weight: CudaWeight) -> None:
         """The tensors of a weight are read."""
@@ -52,7 +48,6 @@ class Launches:
 
         def launch(device, stream, grid, arguments, early):
             text = what.text() if self.change is None else self.change(what.text())
-            self.names.append(what)
             emulate.run(
                 text,
                 what.entry,
@@ -61,8 +56,7 @@ class Launches:
                 arguments,
                 self.reads,
                 self.writes | {"counters": self.counters},
-                self.seed,
-                self.together,
+                emulate.Order(self.seed, self.together),
             )
             assert not self.counters.any(), f"not zeros: {self.counters.nonzero().tolist()}"
 

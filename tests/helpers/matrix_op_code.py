@@ -1,5 +1,6 @@
 """`python matrix_op_code.py`: compiles launches of the matrix ops for every architecture, and
-prints what tests look for in the machine code, as JSON. Nothing runs; tensors are on meta.
+prints what tests look for in the machine code, as JSON. Nothing runs; tensors are on meta. With
+`ends`, of the tiles that differ in nothing but their width the narrowest and the widest.
 
 It is a program because a process that has interpreted kernels cannot compile any more.
 """
@@ -7,6 +8,7 @@ It is a program because a process that has interpreted kernels cannot compile an
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -147,9 +149,14 @@ def _counts(names: list[str]) -> dict[str, int]:
     return counts
 
 
-def cases(architecture: str) -> list[tuple[str, str, str, Tile]]:
+def cases(architecture: str, ends: bool) -> list[tuple[str, str, str, Tile]]:
     """What is compiled: every width in the format without unpacking, and each kind of chain."""
-    of_down, of_dense = tiles("down", architecture), tiles("dense_mlp", architecture)
+
+    def chosen(op: str) -> tuple[Tile, ...]:
+        every = tiles(op, architecture)
+        return (every[0], every[-1]) if ends else every
+
+    of_down, of_dense = chosen("down"), chosen("dense_mlp")
     found = [("down", "bf16", "a16", tile) for tile in of_down]
     found += [("down", "mxfp4", "a8", of_down[0])]
     if architecture in DISASSEMBLED:
@@ -158,8 +165,8 @@ def cases(architecture: str) -> list[tuple[str, str, str, Tile]]:
         found += [("dense_segments", "bf16", "a16", of_dense[0])]
         found += [("dense_linear", "fp8", "a16", of_dense[0])]
     if architecture == MAIN:
-        found += [("gate_up", "nvfp4", "a16", tile) for tile in tiles("gate_up", architecture)]
-        found += [("up_after_gate", "nvfp4", "a16", tiles("gate_up", architecture)[0])]
+        found += [("gate_up", "nvfp4", "a16", tile) for tile in chosen("gate_up")]
+        found += [("up_after_gate", "nvfp4", "a16", chosen("gate_up")[0])]
         found += [("dense_linear", "fp8", "a16", tile) for tile in of_dense[1:]]
         found += [("dense_gate_up", "bf16", "a16", tile) for tile in of_dense]
     return found
@@ -168,7 +175,7 @@ def cases(architecture: str) -> list[tuple[str, str, str, Tile]]:
 def main() -> None:
     found = {}
     for architecture in ARCHITECTURES:
-        for op, format, activation, tile in cases(architecture):
+        for op, format, activation, tile in cases(architecture, sys.argv[1:] == ["ends"]):
             name = f"{op} {format} {activation} {tile.tokens}@{architecture}"
             chains = format != "bf16" or op == "dense_segments"
             disassemble = architecture in DISASSEMBLED and (chains or architecture == MAIN)

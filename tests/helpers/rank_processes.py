@@ -4,7 +4,6 @@
 groups of them. `on_ranks` starts processes of their own, for tests that break them.
 """
 
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,15 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 SIZES = (2, 3, 4)
+HOST = "127.0.0.1"
 # Of one function on all ranks, and of one collective in it.
 SECONDS, COLLECTIVE_SECONDS = 300, 60
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def meeting_point() -> dist.TCPStore:
+    """Where ranks find each other; this process listens, so nobody can take the port before."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
 class RankPool:
@@ -33,6 +31,7 @@ class RankPool:
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
 
     def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
         """function(ranks, *arguments) on ranks 0 to size - 1 -> what each returned.
@@ -59,14 +58,15 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
         _compile_once()
-        context, port = mp.get_context("spawn"), free_port()
+        context, self._store = mp.get_context("spawn"), meeting_point()
         for rank in range(max(SIZES)):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, port), daemon=True)
+            place = there, rank, self._store.port
+            process = context.Process(target=_serve, args=place, daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(here)
@@ -103,11 +103,11 @@ def on_ranks(
     """function(rank, *arguments) in each of `size` new processes -> what each returned, or None
     where it died. backend "nccl": each has the GPU with its number.
     """
-    context, port = mp.get_context("spawn"), free_port()
+    context, store = mp.get_context("spawn"), meeting_point()
     processes, pipes = [], []
     for rank in range(size):
         here, there = context.Pipe()
-        call = (there, (rank, size, port, SECONDS, backend), function, arguments)
+        call = (there, (rank, size, store.port, SECONDS, backend), function, arguments)
         processes.append(context.Process(target=_once, args=call, daemon=True))
         processes[-1].start()
         there.close()
@@ -139,10 +139,6 @@ def _join(rank: int, size: int, port: int, seconds: float, backend: str = "gloo"
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=seconds),
-    )
+    timeout = timedelta(seconds=seconds)
+    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -7,14 +7,17 @@ from torch import Tensor
 
 from exactmoe import ExpertBank, PackedWeight
 
+MULTIPLIER = 2654435761 - 2**32
+
 
 def seed_bank(hidden: int, inner: int) -> ExpertBank:
     """The first seed's bytes, made to differ by expert and projection as its later gates asked."""
 
     def weight(number: int, rows: int, columns: int) -> PackedWeight:
-        index = torch.arange(8 * rows * columns // 2).view(8, rows, -1)
+        # Words of 32 bits hold the eight that are taken: 2654435761 is MULTIPLIER beyond them.
+        index = torch.arange(8 * rows * columns // 2, dtype=torch.int32).view(8, rows, -1)
         expert = torch.arange(8)[:, None, None]
-        codes = (index + 1000003 * number) * 2654435761 >> 16 & 0xFF
+        codes = (index + 1000003 * number) * MULTIPLIER >> 16 & 0xFF
         blocks = torch.arange(8 * rows * columns // 16).view(8, rows, -1)
         scales = 0x20 + (blocks + 7 * number + 3 * expert) % 32
         powers = (torch.arange(8) * 3 + number) % 7 - 3

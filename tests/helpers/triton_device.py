@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from quick_interpreter import quicken
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
 _KERNELS = "exactmoe.kernels.triton"
@@ -30,6 +32,7 @@ def use_triton() -> None:
         import triton.experimental.gluon  # a launch does; it looks at the standard functions
 
         _interpret_standard_functions()
+        quicken()
         _patch_the_language_once_a_launch()
         for name in _kernel_modules():
             __import__(name)

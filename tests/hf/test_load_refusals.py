@@ -62,6 +62,20 @@ def test_a_wrong_shape_outside_the_blocks_is_named(family, write):
         load(write(change=lambda tensors: tensors.update({name: torch.ones(3).bfloat16()})))
 
 
+def test_a_byte_that_is_refused_is_named(family, write):
+    """A block scale of NaN, of an expert of the last layer: file, tensor, expert, row and block."""
+    word = "w3.scale" if family == "deepseek_v4" else "up_proj.weight_scale"
+    suffix = rf"layers\.3\..*experts\.5\.{word}"
+
+    def spoil(tensors):
+        name = next(name for name in tensors if re.search(f"{suffix}$", name))
+        tensors[name].view(torch.uint8)[2, 1] = 0xFF
+
+    said = rf"safetensors: .*{suffix}: .*expert 5, row 2, block 1"
+    with pytest.raises(CheckpointError, match=said):
+        load(write(change=spoil))
+
+
 def test_fp8_attention_without_scales_is_refused(family, write):
     def quantise_attention(tensors):
         attention = r"layers\.1\.(self_attn\.q_proj|attn\.wq_a)\.weight$"

@@ -3,13 +3,17 @@
 import copy
 import json
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from disk_events import DiskEvents
 from exactmoe import Placement
 from exactmoe.checkpoint import Checkpoint, Share, audit, plan_layer, read_layer, shares_of
 from exactmoe.checkpoint.files import Files
+from exactmoe.checkpoint.index import INDEX
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.hf import blocks, load_model, save_model
 from exactmoe.hf import load as loading
@@ -29,6 +33,30 @@ def test_the_files_come_back(write, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     assert_written_as(load(folder), folder, tmp_path / "out")
     assert_written_as(load(folder, cards=("cpu", "cpu")), folder, tmp_path / "cards")
+
+
+@pytest.mark.parametrize("by_card", [False, True])
+def test_a_name_stands_for_bytes_that_are_there(write, tmp_path, monkeypatch, by_card):
+    """A power cut at any moment leaves no half file; config.json is the last name of all. Progress
+    counts each byte once.
+    """
+    folder, out, seen = write(), tmp_path / "out", []
+    (folder / "tokenizer.json").write_text("{}")
+    model = load(folder, cards=("cpu", "cpu"))
+
+    @contextmanager
+    def bar(show, nbytes, what):
+        yield lambda done: seen.append((done, nbytes))
+
+    monkeypatch.setattr("exactmoe.hf.writing.byte_bar", bar)
+    events = DiskEvents(out, monkeypatch)
+    save_model(model, out, by_card=by_card)
+    events.require_safe()
+    *shards, other, index, config = events.named
+    assert (other, index, config) == ("tokenizer.json", INDEX, "config.json")
+    assert sorted(shards) == sorted({i.file for i in Checkpoint(out).tensors.values()})
+    nbytes = Checkpoint(folder).nbytes
+    assert sum(done for done, _ in seen) == nbytes and {total for _, total in seen} == {nbytes}
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -96,6 +124,40 @@ def test_refusals_leave_nothing(model, write, checkpoint, tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         save_model(loaded, tmp_path / "again")
     assert not list((tmp_path / "again").iterdir())
+
+
+def test_files_that_changed_since_the_load_are_refused(write, tmp_path):
+    """The shards get the headers of the checkpoint, and what nobody loads comes out of it."""
+    folder = write()
+    loaded = load(folder)
+    file = next(folder.glob("*.safetensors"))
+    save_file(load_file(file), file, metadata={"more": "x" * 100})
+    with pytest.raises(CheckpointError, match=f"{file.name} has changed since the model was load"):
+        save_model(loaded, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_value_without_an_exact_form_is_refused(model, tmp_path):
+    changed = copy.deepcopy(model)
+    words = changed.get_input_embeddings()
+    words.weight = torch.nn.Parameter(words.weight.float())
+    words.weight.data[3, 2] = 1 + 2.0**-20
+    with pytest.raises(Unsupported, match=r"embed.* is torch.float32 .*no exact form in"):
+        save_model(changed, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_what_nobody_loads_is_copied_in_chunks_and_other_weights_are_not(
+    write, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("exactmoe.checkpoint.files._CHUNK", 3)
+    folder = write()
+    for name in ("old.bin", "old.gguf", ".hidden"):
+        (folder / name).write_text("{}")
+    save_model(load(folder), tmp_path / "out", progress=False)
+    assert_same_tensors(tensors_in(tmp_path / "out"), tensors_in(folder))
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {p.name for p in folder.iterdir()} - {"old.bin", "old.gguf", ".hidden"}
 
 
 def _stopped(*arguments):

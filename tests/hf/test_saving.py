@@ -7,14 +7,17 @@ import copy
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from exactmoe import load_layer
 from exactmoe.checkpoint import Checkpoint
-from exactmoe.errors import CheckpointError
-from exactmoe.hf import blocks, load_model
+from exactmoe.errors import CheckpointError, Unsupported
+from exactmoe.hf import blocks, load_model, save_model
+from exactmoe.hf.saving import read
 from saved_bytes import assert_same_tensors, assert_saves_as, tensors_in
 
 
@@ -111,6 +114,39 @@ def test_without_the_files_they_cannot(family, write, tmp_path):
         loaded.save_pretrained(tmp_path / "saved")
     shutil.copytree(moved, folder)
     assert_saves_as(loaded, folder, tmp_path / "saved")
+
+
+def test_files_that_hold_something_else_now_are_refused(family, write, tmp_path):
+    folder = write(change=mtp_and_scales(family), config_change=one_mtp_layer)
+    loaded = load(folder)
+    name = sorted(loaded.hf_quantizer.origin.unread)[0]
+    file = folder / loaded.hf_quantizer.origin.checkpoint.tensors[name].file
+    save_file(load_file(file) | {name: torch.zeros(3)}, file)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is F32 \[3\] now; it was "):
+        loaded.save_pretrained(tmp_path / "saved")
+
+
+def test_what_is_read_again_keeps_no_file_mapped(checkpoint):
+    infos = list(Checkpoint(checkpoint).tensors.values())
+    found = read(checkpoint, infos)
+    assert len(found) == len(infos)
+    assert str(checkpoint) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_parameter_that_the_checkpoint_has_not_is_refused(model, tmp_path):
+    changed = copy.deepcopy(model)
+    changed.get_decoder().norm.extra = torch.nn.Parameter(torch.ones(3).bfloat16())
+    said = r"cannot be saved as .* was: .*norm\.extra is not in the checkpoint"
+    with pytest.raises(CheckpointError, match=said):
+        changed.save_pretrained(tmp_path / "saved")
+
+
+def test_parameters_without_memory_cannot_be_saved(model, tmp_path):
+    changed = copy.deepcopy(model)
+    norm = changed.get_decoder().norm
+    norm.weight = torch.nn.Parameter(norm.weight.to("meta"))
+    with pytest.raises(Unsupported, match="parameters are offloaded; allowed for saving"):
+        save_model(changed, tmp_path / "saved")
 
 
 def test_a_float32_tensor_that_was_rounded_comes_back(family, write, tmp_path):

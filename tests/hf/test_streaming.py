@@ -3,6 +3,7 @@
 import _thread
 import copy
 import io
+import itertools
 import json
 import os
 import threading
@@ -15,12 +16,13 @@ import torch
 
 from exactmoe import Placement, load_layer
 from exactmoe.bank import SplitBank
-from exactmoe.checkpoint import Checkpoint, shares_of
+from exactmoe.checkpoint import Checkpoint, Reader, Share, plan_layer, shares_of
 from exactmoe.checkpoint.files import Files
 from exactmoe.checkpoint.model_bytes import of_config
-from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.checkpoint.reader import Pending
+from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.fitting import partition_for
-from exactmoe.hf import blocks, load_model
+from exactmoe.hf import blocks, load_model, streaming
 from exactmoe.hf import load as loading
 from exactmoe.runtime import free_memory
 from published_configs import glm_5_3_flash
@@ -164,12 +166,51 @@ def test_fit_of_one_layer(checkpoint, monkeypatch, rng):
     assert fitted.bank.partition.rule.startswith("fit") and fitted(x).equal(one(x))
 
 
+def test_cards_of_one_device_share_a_parameter(checkpoint):
+    several = load_model(checkpoint, cards=("cpu", "cpu"), progress=False)
+    for experts in experts_of(several):
+        assert len(experts.gate_up_proj) == 8 and not hasattr(experts, "card_1")
+
+
+def test_two_layers_are_on_their_way_at_most(checkpoint, monkeypatch):
+    """Values of a layer are checked while the next one comes, not at the end."""
+    begin, finish, begun, most = Reader.begin, Pending.finish, [0], [0]
+
+    def counted(self, *given):
+        pendings = begin(self, *given)
+        begun[0] += len(pendings)
+        most[0] = max(most[0], begun[0])
+        return pendings
+
+    def ended(self):
+        begun[0] -= 1
+        return finish(self)
+
+    monkeypatch.setattr(Reader, "begin", counted)
+    monkeypatch.setattr(Pending, "finish", ended)
+    load_model(checkpoint, progress=False)
+    assert begun == [0] and most[0] <= 2 * 3
+
+
+def test_sizes_of_another_model_are_refused(checkpoint, model):
+    """transformers' config may ask for other sizes than the files have."""
+    opened = Checkpoint(checkpoint)
+    layer = opened.family.num_layers - 1
+    experts = experts_of(copy.deepcopy(model))[-1]
+    taken = streaming.without_parameters(experts)
+    count, rows, columns = taken["down_proj"].shape
+    taken["down_proj"] = torch.empty(count, rows, columns + 16, dtype=taken["down_proj"].dtype)
+    plans = [plan_layer(opened, layer)]
+    said = rf"the model of transformers asks for \({count}, {rows}, {columns + 16}\)"
+    with Reader(opened) as reader, pytest.raises(CheckpointError, match=said):
+        streaming.fill_experts(reader, {layer: experts}, {layer: taken}, plans, (Share(CPU),))
+
+
 def test_an_interrupt_leaves_nothing(checkpoint, monkeypatch):
-    read, count = Files.read, [0]
+    read, count = Files.read, itertools.count(1)
 
     def stopped(self, info, start, *into):
-        count[0] += 1
-        if count[0] == 40:
+        if next(count) == 40:
             _thread.interrupt_main()
             time.sleep(0.2)
         read(self, info, start, *into)
@@ -177,7 +218,7 @@ def test_an_interrupt_leaves_nothing(checkpoint, monkeypatch):
     monkeypatch.setattr(Files, "read", stopped)
     with pytest.raises(KeyboardInterrupt):
         load_model(checkpoint, progress=False)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(
         t.name.startswith("exactmoe-reader") for t in threading.enumerate()
     ):

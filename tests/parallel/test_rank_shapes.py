@@ -1,10 +1,12 @@
 """Published sizes over ranks; and why the stock way, a sum of rounded parts, is not exact."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from exactmoe import Limits, MoEConfig, MoELayer
+from exactmoe import ExpertBank, Limits, MoEConfig, MoELayer
 from exactmoe.bank import Partition
 from exactmoe.ops import DECODED, DEVICE
 from exactmoe.parallel.rank_bank import RankBank
@@ -18,12 +20,26 @@ from seed_bank import seed_bank, seed_call
 H, INNER, EXPERTS, TOP_K = 4096, 2048, 8, 6
 
 
+@cache
+def bank_of_that_size() -> ExpertBank:
+    """Made once a process, which takes longer than a call."""
+    return seed_bank(H, INNER)
+
+
+@cache
+def alone(numerics: str) -> torch.Tensor:
+    """Two rows in one process."""
+    config = MoEConfig(H, INNER, EXPERTS, TOP_K, swiglu_limit=6.0, numerics=numerics)
+    layer = MoELayer(config, bank_of_that_size(), limits=Limits(max_rows=2))
+    return layer.experts(*seed_call(2, H))
+
+
 def published(ranks: Ranks, numerics: str) -> int:
     """8 experts, top-6, (4096, 2048): 1 row, and own tokens of which the last ranks have none."""
     config = MoEConfig(H, INNER, EXPERTS, TOP_K, swiglu_limit=6.0, numerics=numerics)
-    bank, limits = seed_bank(H, INNER), Limits(max_rows=2)
+    bank, limits = bank_of_that_size(), Limits(max_rows=2)
     x, ids, weights = seed_call(2, H)
-    expected = MoELayer(config, bank, limits=limits).experts(x, ids, weights)
+    expected = alone(numerics)
     assert len(expected.unique()) > 100
     wire = RankWire(ranks, EXPERTS)
     layer = RankedLayer(config, bank, wire, limits=limits)

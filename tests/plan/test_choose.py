@@ -84,7 +84,7 @@ def test_explain_counts_pieces_and_fp8_experts(rng):
     spread.scales[1, 5, 0] = 127 + 15  # 15 binades from its neighbours in one piece of 128
     bank = ExpertBank(flat.gate, spread, exact_weight("nvfp4", values, [0, 1, 2]))
     layer = layer_of(bank, 2, "cpu", numerics="a8", limits=Limits(max_rows=10))
-    for width, pieces in ((0, 0), (1, 1), (10, 1), (11, 2), (1000, 100)):
+    for width, pieces in ((1, 1), (10, 1), (11, 2), (1000, 100)):
         assert layer.explain(width).pieces == pieces
     found = layer.explain(8)
     assert found.formats == ("mxfp4", "mxfp4", "nvfp4")

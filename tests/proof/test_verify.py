@@ -156,6 +156,7 @@ def test_wrong_shape_or_dtype_of_y(rng):
 REFUSED = [
     ({"widths": ()}, r"widths are \(\)"),
     ({"widths": (0, 3)}, r"widths are \(0, 3\)"),
+    ({"widths": "9"}, r"widths are \('9',\); allowed: at least one, each an integer"),
     ({"dimensions": ["with"]}, r"dimensions \['with'\] do not exist; allowed: repeats, width"),
     ({"repeats": 0}, "repeats is 0"),
     ({"backend_rows": 0}, "backend_rows 0"),

@@ -228,7 +228,7 @@ def test_sizes_as_people_write_them():
         with pytest.raises(ConfigError, match="x is .*; allowed: bytes such as 96GiB"):
             parse_bytes("x", bad)
     for bad in ("4.5TB", "0TB/s", "4TB/m"):
-        with pytest.raises(ConfigError, match="x is .*; allowed: a rate"):
+        with pytest.raises(ConfigError, match="x is .*; allowed: rates"):
             parse_rates("x", bad)
 
 

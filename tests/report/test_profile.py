@@ -72,6 +72,8 @@ def test_one_profile_at_a_time_and_none_after_an_error(rng):
     with pytest.raises(RuntimeError, match="planted"), profile(layer):
         raise RuntimeError("planted")
     assert layer.spans is None
+    with pytest.raises(ConfigError, match="NoneType holds no MoELayer"), profile(None):
+        pass
     with pytest.raises(ConfigError, match="Linear holds no MoELayer"), profile(nn.Linear(1, 1)):
         raise AssertionError("not reached")
 

@@ -11,7 +11,8 @@ from exactmoe.bank import busiest
 from exactmoe.bank.partition import Partition
 from exactmoe.errors import CheckpointError, ConfigError
 from exactmoe.report import route_load as load
-from exactmoe.report.route_page import examine, write
+from exactmoe.report import route_pictures as pictures
+from exactmoe.report.route_page import examine, require_examinable, write
 from exactmoe.report.route_trace import LayerRoutes, RouteTrace
 
 
@@ -158,3 +159,26 @@ def test_the_page_holds_its_pictures_and_no_foreign_html(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     placed = load.read_placement(tmp_path / "placement.json")[1].owners
     assert placed[0] != placed[1] and placed[2] != placed[3]
+
+
+@pytest.mark.parametrize("num_experts", [2, 20, 24, 288])
+def test_the_axis_of_experts_has_whole_numbers(monkeypatch, num_experts):
+    """matplotlib marked 20 experts at 0, 2.5, 5, ..."""
+    monkeypatch.setattr(pictures, "png", lambda figure: figure)
+    found = load.Counted.of(routes([[0, 1]] * 64, num_experts))
+    ticks = pictures.load_map({1: found}).axes[0].get_xticks()
+    assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks)
+
+
+def test_what_a_text_must_have_is_said_before_it_runs():
+    experts = {1: 20, 2: 20}
+    require_examinable(32, experts, 20, {"even": {n: Partition.even(20, 20) for n in (1, 2)}})
+    for arguments, message in (
+        ((31, experts, 2, {}), "31 tokens in a layer; allowed: from 32"),
+        ((32, experts, 21, {}), "21 cards for 20 experts"),
+        ((32, experts, 2, {"mine": {1: Partition.even(20, 2)}}), "the model has {1: 20, 2: 20}"),
+        ((32, {1: 20}, 2, {"mine": {1: Partition.even(24, 2)}}), "mine has .* {1: 24}; the model"),
+        ((32, {1: 20}, 2, {"mine": {1: Partition.even(20, 4)}}), "for .4. cards, not 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            require_examinable(*arguments)

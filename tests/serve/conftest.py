@@ -1,7 +1,9 @@
 """The GLM demo model behind a server on a free port, in a thread of this process."""
 
 import asyncio
+import json
 import os
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -50,6 +52,17 @@ class Running:
         stream = self.complete(max_tokens=900, stream=True)
         next(iter(stream))
         return stream
+
+    @contextmanager
+    def asked(self, **body):
+        """A request on a connection of its own, whose answer nobody reads; the end closes it."""
+        text = json.dumps({"model": self.model, **body})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(text)}\r\n"
+        head += "content-type: application/json\r\n\r\n"
+        url = httpx.URL(self.url)
+        with socket.create_connection((url.host, url.port)) as connection:
+            connection.sendall((head + text).encode())
+            yield
 
     def counted(self, name, **labels):
         """The value of a metric."""

@@ -86,7 +86,7 @@ class Partition:
         owners: dict[int, int] = {}
         for card, owned in enumerate(experts):
             for expert in owned:
-                if expert not in range(num_experts):
+                if type(expert) is not int or expert not in range(num_experts):
                     raise ConfigError(
                         f"card {card} owns expert {expert!r}; allowed: 0 to {num_experts - 1}"
                     )

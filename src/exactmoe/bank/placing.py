@@ -41,14 +41,16 @@ def fit(
         "kv_reserve_bytes": kv_reserve_bytes,
     }
     for name, values in parts.items():
-        if len(values) != len(free_bytes) or min(values, default=-1) < 0:
+        whole = all(isinstance(value, int) and value >= 0 for value in values)
+        if not values or not whole or len(values) != len(free_bytes):
             raise ConfigError(
-                f"{name} is {list(values)}; allowed: {len(free_bytes) or 'one or more'} numbers "
+                f"{name} is {list(values)}; allowed: {len(free_bytes) or 'one or more'} integers "
                 "from 0, one a card"
             )
-    if num_experts < 1 or expert_bytes < 1:
+    if not all(isinstance(count, int) and count >= 1 for count in (num_experts, expert_bytes)):
         raise ConfigError(
-            f"num_experts is {num_experts}, expert_bytes {expert_bytes}; allowed: from 1"
+            f"num_experts is {num_experts!r}, expert_bytes {expert_bytes!r}; allowed: integers "
+            "from 1"
         )
     left = [
         free - dense - workspace - reserve

@@ -13,13 +13,14 @@ import typer
 from exactmoe import bench
 from exactmoe.bench import Record, Settings
 from exactmoe.cli import options
-from exactmoe.cli.output import console, print_json, status
+from exactmoe.cli.output import print_json, print_table, status
 from exactmoe.errors import ConfigError
 from exactmoe.plan import architecture_name, tile
 from exactmoe.plan.tiles import TILES
 from exactmoe.proof import fingerprint
 
 WIDTHS = {"cuda": (1, 2, 4, 8, 16, 64, 256, 1024, 4096), "cpu": (1, 2, 4, 8, 16, 64)}
+_MOST_TILE = 1 << 20
 SECONDS = {"cuda": 0.2, "cpu": 0.3}
 
 
@@ -57,16 +58,20 @@ class What(options.Common):
     def settings(self, seed: int) -> Settings:
         """Checked; ConfigError names the option."""
         device = _device(self.device)
-        shape = bench.parse_shape(self.shape or ("glm" if device.type == "cuda" else "small"))
-        format = self.format or shape.format
+        usual = "glm" if device.type == "cuda" else "small"
+        shape = bench.parse_shape(usual if self.shape is None else self.shape)
+        format = shape.format if self.format is None else self.format
         if format not in bench.FORMATS:
             raise ConfigError(f"--format is {format!r}; allowed: {', '.join(bench.FORMATS)}")
         widths: tuple[int, ...] = WIDTHS[device.type]
+        options.checked_backend(self.backend)
+        options.check_switches()
         if self.cliff:
             widths = bench.cliff_widths(_tiles(shape, device), max(WIDTHS[device.type]))
         if self.widths is not None:
-            widths = options.integers("--widths", self.widths)
-        peers = self.peers or ("all" if device.type == "cuda" and not self.cliff else "none")
+            widths = options.integers("--widths", self.widths, options.MOST_WIDTH)
+        by_default = "all" if device.type == "cuda" and not self.cliff else "none"
+        peers = by_default if self.peers is None else self.peers
         return Settings(
             shape=shape,
             format=format,
@@ -76,7 +81,7 @@ class What(options.Common):
             widths=tuple(sorted(set(widths))),
             parts=("experts",) if self.cliff else tuple(self.parts.split(",")),
             peers=tuple(peers.split(",")),
-            tiles=() if self.tiles is None else options.integers("--tiles", self.tiles),
+            tiles=() if self.tiles is None else options.integers("--tiles", self.tiles, _MOST_TILE),
             seed=seed,
         )
 
@@ -90,10 +95,14 @@ def command(
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw time and share of the floor.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses weights and experts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=options.MOST_SEED, help="Chooses weights and experts.")
+    ] = 0,
 ) -> None:
-    """Time the experts, the block and the dense parts; bits are verified first."""
+    """Time experts, block and dense parts; bits are verified first."""
     settings = what.settings(seed)
+    options.require_writable("--csv", csv)
+    options.require_writable("--plot", plot, options.PICTURES)
     records: list[Record] = []
     same: dict[str, Any] = {}
     try:
@@ -142,9 +151,8 @@ def show(what: What, measured: bench.Bench, records: list[Record]) -> None:
         steps = [{"text": str(step), "ok": step.ok} for step in found]
         print_json({**same, "records": [r.to_dict() for r in records], "steps": steps})
         return
-    out = console()
     for table in bench.tables(records):
-        out.print(table)
+        print_table(table)
     for line in bench.notes(records):
         typer.echo(line)
     for step in found:

@@ -24,7 +24,8 @@ def command(
     ] = False,
     workers: Workers = None,
 ) -> None:
-    """Change the dialect of NVFP4 weights; codes and block scales stay as they are."""
+    """Write NVFP4 weights as another tool does; codes stay as they are."""
+    options.require_folder("OUT", out)
     folder = folder_of(source)
     with reading(not common.json, Checkpoint(folder).nbytes) as progress:
         rows, notes = convert_checkpoint(

@@ -6,7 +6,8 @@ import typer
 from rich.table import Table
 
 from exactmoe.cli import options
-from exactmoe.cli.output import console, print_json
+from exactmoe.cli.output import print_json, print_table
+from exactmoe.errors import ConfigError
 from exactmoe.report import switches
 
 
@@ -17,6 +18,8 @@ def command(
     ] = False,
 ) -> None:
     """Show the environment switches and their values here."""
+    if markdown and common.json:
+        raise ConfigError("--markdown and --json were both given; allowed: one of them")
     if markdown:
         typer.echo(switches.markdown(), nl=False)
         return
@@ -38,4 +41,4 @@ def command(
             row["allowed"],
             row["meaning"],
         )
-    console().print(made)
+    print_table(made)

@@ -29,15 +29,17 @@ def command(
     """Continue a prompt greedily, the experts packed in memory."""
     settings = running.settings(over_ranks=True)
     speaks = is_first(settings)
-    folder = open_checkpoint(path, running.numerics).path
+    checkpoint = open_checkpoint(path, running.numerics)
+    folder = checkpoint.path
     # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
-    from exactmoe.hf.text import generate, load_tokenizer, prompt_ids, quiet
+    from exactmoe.hf.text import check_positions_of, generate, load_tokenizer, prompt_ids, quiet
 
     if not running.debug:
         quiet()
     tokenizer = load_tokenizer(folder)
     ids = prompt_ids(tokenizer, prompt, chat)
+    check_positions_of(checkpoint.config, ids.shape[1], max_new_tokens)
     model = load_model(str(folder), **settings, progress=speaks and not running.json)
     if speaks and not running.json and not chat:
         typer.echo(prompt, nl=False)
@@ -56,12 +58,19 @@ def command(
         held, as_bf16 = expert_bytes(layers.values())
         typer.echo()
         typer.echo(
-            f"{len(made.token_ids)} tokens ({made.stop}), {made.tokens_per_second:.1f} tokens/s; "
-            f"experts {held / 1e6:.1f} MB in memory, {as_bf16 / 1e6:.1f} MB as bf16",
+            f"{_counted(made)}; experts {held / 1e6:.1f} MB in memory, "
+            f"{as_bf16 / 1e6:.1f} MB as bf16",
             err=True,
         )
     if made.stop == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _counted(made: Any) -> str:
+    """ "64 tokens (length), 37.1 tokens/s"; one token has no rate."""
+    count = len(made.token_ids)
+    rate = f", {made.tokens_per_second:.1f} tokens/s" if count > 1 else ""
+    return f"{count} token{'s' * (count != 1)} ({made.stop}){rate}"
 
 
 def _facts(made: Any, layers: dict[int, MoELayer | DenseMLP]) -> dict[str, Any]:

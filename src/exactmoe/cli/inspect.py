@@ -9,7 +9,7 @@ from rich.table import Table
 from exactmoe.checkpoint import Checkpoint, LayerPlan, LoadReport, Reader, audit, plan_layer
 from exactmoe.checkpoint.linears import between_blocks, fp8_linears
 from exactmoe.cli import options
-from exactmoe.cli.output import console, open_checkpoint, print_json, reading
+from exactmoe.cli.output import open_checkpoint, print_json, print_table, reading
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.formats.units import MAX_FP8_BINADES
 from exactmoe.report.fp8_units import UnitCount, count_units, histogram, total
@@ -64,7 +64,10 @@ def command(
         bool, typer.Option("--headers-only", help="Read no value: units of a8 stay unknown.")
     ] = False,
 ) -> None:
-    """Show family, format, experts, units and bytes of each layer, and the load report."""
+    """Show what a checkpoint holds, and where each tensor goes.
+
+    Family, format, experts, matrix units and bytes of each layer, and the load report.
+    """
     checkpoint = open_checkpoint(path, options.checked_numerics(numerics))
     report = audit(checkpoint)
     plans = [plan_layer(checkpoint, layer) for layer in range(checkpoint.family.num_layers)]
@@ -82,7 +85,7 @@ def command(
             }
         )
     else:
-        console().print(_table(checkpoint, rows))
+        print_table(_table(checkpoint, rows))
         _print_units(rows)
         typer.echo(report.text())
         if linears["refused"] is not None:
@@ -163,7 +166,7 @@ def _print_units(rows: list[Row]) -> None:
     for row in counted:
         cells = [] if row.fp8 is None else [str(row.fp8[name]) for name in _PROJECTIONS]
         made.add_row(str(row.layer), *cells)
-    console().print(made)
+    print_table(made)
     everything = total(count for row in counted for count in (row.fp8 or {}).values())
     typer.echo(
         f"binades within a 128-wide piece of a row, by expert and projection ({everything.exact} "

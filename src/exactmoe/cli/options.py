@@ -4,6 +4,7 @@ A command takes a struct as one argument; `flattened` shows its fields to typer 
 """
 
 import inspect
+import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -11,9 +12,17 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from exactmoe import env
 from exactmoe.config import PRESETS, Placement
 from exactmoe.errors import ConfigError, Unsupported
 from exactmoe.parallel.ranks import Ranks, launched
+from exactmoe.plan import BACKENDS
+
+PICTURES = (".png", ".svg", ".pdf")
+# More tokens in a call than any model has positions for.
+MOST_WIDTH = 1 << 20
+# Seeds of torch's generators.
+MOST_SEED = (1 << 63) - 1
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint folder, or a hub id.")]
 NumericsClass = Annotated[
@@ -46,7 +55,14 @@ class Running(Common):
         over_ranks: where torchrun started this process, the model goes over its ranks; a command
             that does not know them refuses to run there.
         """
-        cards = tuple(part.strip() for part in self.cards.split(",") if part.strip())
+        cards = tuple(part.strip() for part in self.cards.split(","))
+        if not all(cards):
+            raise ConfigError(
+                f"--cards is {self.cards!r}; allowed: device names separated by commas, such as "
+                "cuda:0,cuda:1"
+            )
+        checked_backend(self.backend)
+        check_switches()
         found = {
             "cards": Placement(cards=cards).cards,
             "numerics": checked_numerics(self.numerics),
@@ -94,12 +110,56 @@ def checked_numerics(name: str | None) -> str | None:
     return name
 
 
-def integers(option: str, text: str) -> tuple[int, ...]:
-    """ "1,2,65" -> three integers; ConfigError names the option."""
+def check_switches() -> None:
+    """ConfigError for an environment switch that is not allowed: before a model is loaded."""
+    env.changed()
+
+
+def checked_backend(name: str) -> None:
+    """ConfigError when no backend has the name of --backend."""
+    if name not in ("auto", *BACKENDS):
+        raise ConfigError(f"--backend is {name!r}; allowed: auto, {', '.join(BACKENDS)}")
+
+
+def integers(option: str, text: str, most: int | None = None) -> tuple[int, ...]:
+    """ "1,2,65" -> three integers; ConfigError names the option.
+
+    most: each has to be from 1 to this; None: any integer.
+    """
+    allowed = "integers" if most is None else f"integers from 1 to {most}"
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"{option} is {text!r}; allowed: integers separated by commas") from None
+        found = ()
+    if not found or (most is not None and not all(1 <= value <= most for value in found)):
+        raise ConfigError(f"{option} is {text!r}; allowed: {allowed} separated by commas")
+    return found
+
+
+def require_writable(option: str, file: str | None, suffixes: tuple[str, ...] = ()) -> None:
+    """Before the work, not after it: ConfigError unless a file can be written there; None: none is.
+
+    suffixes: allowed ends of its name; none given: any.
+    """
+    if file is None:
+        return
+    path = pathlib.Path(file)
+    if not file or not path.parent.is_dir():
+        raise ConfigError(f"{option} is {file!r}; allowed: a file in a folder that is there")
+    if path.is_dir():
+        raise ConfigError(f"{option} is {file!r}, a folder; allowed: a file")
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ConfigError(f"{option} is {file!r}; allowed: a name with {', '.join(suffixes)}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} is {file!r}; allowed: a file that may be written")
+
+
+def require_folder(option: str, folder: str) -> None:
+    """Before the work: ConfigError unless `folder` is one that may be written, or can be made."""
+    path = pathlib.Path(folder)
+    there = next((one for one in (path, *path.parents) if one.exists()), path)
+    if not folder or not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"{option} is {folder!r}; allowed: a folder that can be made or written")
 
 
 def text_of(option: str, file: str) -> str:

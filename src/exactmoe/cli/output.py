@@ -9,14 +9,20 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from exactmoe.checkpoint import Checkpoint
 from exactmoe.errors import CheckpointError
 from exactmoe.runtime.progress import byte_bar
 
+# Of tables: where stdout is no terminal, and on the narrowest one.
+_WIDTH, _LEAST_WIDTH = 160, 80
+
 
 def folder_of(path: str) -> Path:
     """The folder of a PATH argument; a hub id is fetched."""
+    if not path.strip():
+        raise CheckpointError(f"PATH is {path!r}; allowed: a checkpoint folder, or a hub id")
     if Path(path).is_dir():
         return Path(path)
     if Path(path).exists():
@@ -43,10 +49,15 @@ def print_json_line(content: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def console() -> Console:
-    """For tables on stdout, as wide as they need where stdout is no terminal."""
+def print_table(table: Table) -> None:
+    """A table on stdout, as wide as it needs where that is no terminal; a narrow terminal folds
+    what is too long, so that no digit is left out.
+    """
+    for column in table.columns:
+        column.overflow = "fold"
     made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=160)
+    width = max(made.width, _LEAST_WIDTH) if made.is_terminal else _WIDTH
+    Console(highlight=False, width=width).print(table)
 
 
 @contextmanager

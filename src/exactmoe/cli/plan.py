@@ -9,8 +9,7 @@ from rich.table import Table
 
 from exactmoe.checkpoint.model_bytes import ModelBytes, of_checkpoint, of_config
 from exactmoe.cli import options
-from exactmoe.cli.output import console, folder_of, print_json
-from exactmoe.config import checked_max_rows
+from exactmoe.cli.output import folder_of, print_json, print_table
 from exactmoe.errors import ConfigError
 from exactmoe.fitting import ARENAS, ModelPlan, Setting, plan_model
 from exactmoe.formats import BLOCK
@@ -58,22 +57,32 @@ def command(
         str | None, typer.Option(metavar="FILE", help="Write a page with its picture, and a PNG.")
     ] = None,
 ) -> None:
-    """Say where a model fits, from headers or a bare config.json: nothing is loaded."""
+    """Say where a model fits: nothing is loaded, nothing runs.
+
+    From the headers of a checkpoint, or from a bare config.json.
+    """
     free = parse_all_bytes("--cards", cards)
     if min(free) < _LEAST_CARD:
         raise ConfigError(
             f"--cards is {cards!r}, a card of {min(free)} bytes; allowed: sizes with a unit, such "
             "as 96GiB"
         )
+    options.require_writable("--html", html)
     rates = None if read_rate is None else parse_rates("--read-rate", read_rate)
     if format is not None and format not in BLOCK:
         raise ConfigError(f"--format is {format!r}; allowed: {', '.join(BLOCK)}")
     model = _model(path, options.checked_numerics(numerics), format)
     given = None if asked.other is None else parse_bytes("--other", asked.other)
+    if asked.rows < 1:
+        raise ConfigError(f"--rows is {asked.rows}; allowed: from 1")
+    if rates is not None and len(rates) not in (1, len(free)):
+        raise ConfigError(
+            f"--read-rate is {read_rate!r} for {len(free)} cards; allowed: one rate, or one a card"
+        )
     setting = Setting(
         model=model,
         free_bytes=free,
-        rows=checked_max_rows(asked.rows),
+        rows=asked.rows,
         kv_reserve=_reserves(asked.kv_reserve, len(free)),
         other_bytes=(model.other_bytes or 0) if given is None else given,
     )
@@ -118,7 +127,7 @@ def _show(plan: ModelPlan, steps: list[Floor], counted: bool) -> None:
         f"routed experts {gb(model.routed_bytes)} ({model.format}), dense MLPs, shared experts and "
         f"routers {gb(model.mlp_bytes)}"
     )
-    console().print(_table(plan))
+    print_table(_table(plan))
     if not counted:
         typer.echo(
             "not counted: attention, embeddings and norms, which a config does not size; give them "

@@ -1,6 +1,5 @@
 """`exactmoe profile PATH`: how long each step of each layer takes, over the width of a call."""
 
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,9 +9,8 @@ import typer
 from torch import Tensor
 
 from exactmoe.cli import options
-from exactmoe.cli.output import console, open_checkpoint, print_json, status
+from exactmoe.cli.output import open_checkpoint, print_json, print_table, status
 from exactmoe.cli.verify import PROMPT
-from exactmoe.errors import ConfigError
 from exactmoe.proof import fingerprint
 from exactmoe.proof.replay import Block, recording
 from exactmoe.report.profile_model import ModelProfile, Running, profile_model
@@ -37,11 +35,13 @@ def command(
         str | None, typer.Option(metavar="FILE", help="Write a page with pictures, and PNGs.")
     ] = None,
 ) -> None:
-    """Say where the time of a call goes: every step of every MLP layer, eager and captured."""
-    asked = options.integers("--widths", widths)
-    for name, file in (("--trace", trace), ("--html", html)):
-        if file is not None and not pathlib.Path(file).parent.is_dir():
-            raise ConfigError(f"{name} is {file}; allowed: a file in a folder that is there")
+    """Say where the time of a call goes, step by step.
+
+    Each step of every MLP layer over the width of a call; on a card also captured in CUDA graphs.
+    """
+    asked = options.integers("--widths", widths, options.MOST_WIDTH)
+    options.require_writable("--trace", trace)
+    options.require_writable("--html", html)
     content = PROMPT if text is None else options.text_of("--text", text)
     settings = running.settings()
     folder = open_checkpoint(path, running.numerics).path
@@ -91,9 +91,8 @@ def _running(
 
 def _show(found: ModelProfile, files: list[str]) -> None:
     rows = found.profiled.rows()
-    out = console()
     for table in tables(rows, found.profiled.graphs()):
-        out.print(table)
+        print_table(table)
     for width, of_width in by_width(rows).items():
         mlp, whole = summed(of_width)["call"], found.model_us[width]
         typer.echo(

@@ -11,14 +11,15 @@ from rich.table import Table
 from exactmoe.checkpoint import Checkpoint
 from exactmoe.checkpoint.rewrite import REPORT, QuantizeRequest, Row, quantize_checkpoint
 from exactmoe.cli import options
-from exactmoe.cli.output import console, folder_of, print_json, reading
-from exactmoe.errors import Unsupported
+from exactmoe.cli.output import folder_of, print_json, print_table, reading
+from exactmoe.errors import ConfigError, Unsupported
 
 Source = Annotated[str, typer.Argument(metavar="IN", help="Checkpoint folder, or a hub id.")]
 Target = Annotated[str, typer.Argument(metavar="OUT", help="New folder, or one to continue.")]
 Workers = Annotated[
     int | None, typer.Option(metavar="N", help="Threads; by default torch's, at most 4.")
 ]
+FORMATS = ("nvfp4", "mxfp4")
 _SIZE = (11.0, 5.0)
 _DPI = 130
 
@@ -52,7 +53,11 @@ def command(
         bool, typer.Option("--lossy", help="Values may change; else only exact casts are made.")
     ] = False,
 ) -> None:
-    """Quantise or cast the weights of a checkpoint; continues where it was stopped."""
+    """Quantise or cast weights; continues where it was stopped."""
+    if format not in FORMATS:
+        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FORMATS)}")
+    options.require_folder("OUT", out)
+    options.require_writable("--plot", run.plot, options.PICTURES)
     request = QuantizeRequest(format, rule, what, lossy)
     if run.plot is not None:
         _require_matplotlib()
@@ -82,7 +87,7 @@ def show(out: str, rows: Sequence[Row], notes: Sequence[str], json: bool) -> Non
         texts = ["" if value is None else f"{value:.2f}" for value in errors]
         names = [kind[name] for name in ("what", "before", "after")]
         made.add_row(*names, str(kind["weights"]), str(kind["exact"]), *texts)
-    console().print(made)
+    print_table(made)
     for note in notes:
         typer.echo(f"note: {note}")
     typer.echo(f"every weight: {Path(out) / REPORT}")
@@ -127,6 +132,7 @@ def _require_matplotlib() -> None:
 def write_plot(path: str, rows: Sequence[Row], title: str) -> None:
     """SQNR of every quantised weight in the order of the layers, one colour for each projection."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     panel = figure.subplots()
@@ -137,7 +143,7 @@ def write_plot(path: str, rows: Sequence[Row], title: str) -> None:
         word = row.name.rpartition(".")[2]
         series.setdefault(f"{row.what}, {word}", []).append((layer, row.sqnr_db or 0.0))
     for number, (label, points) in enumerate(sorted(series.items())):
-        offset = 0.8 * (number / len(series) - 0.5)
+        offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
         panel.plot(
             [layer + offset for layer, _ in points],
             [error for _, error in points],
@@ -148,11 +154,11 @@ def write_plot(path: str, rows: Sequence[Row], title: str) -> None:
             label=label,
         )
     panel.set_xlabel("layer")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_ylabel("SQNR, dB (more is better)")
     panel.grid(alpha=0.25)
     if series:
         panel.legend(fontsize=8)
     exact = sum(row.exact for row in rows)
     figure.suptitle(f"{title}: {len(lossy)} weights quantised, {exact} exact")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

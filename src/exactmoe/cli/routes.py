@@ -1,7 +1,7 @@
 """`exactmoe routes PATH --text FILE`: which experts a text uses, what calls share, who is busy."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,13 +9,14 @@ from exactmoe.cli import options
 from exactmoe.cli.output import open_checkpoint, print_json, status
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
-from exactmoe.report.route_files import Facts, suffix_of
+from exactmoe.report.route_files import Facts
 from exactmoe.report.route_load import read_placement
-from exactmoe.report.route_page import Findings, examine, write
+from exactmoe.report.route_page import Findings, examine, require_examinable, write
 from exactmoe.report.route_trace import CAPACITY, RouteTrace, tracing
 
 # Tokens of a text that run in one call.
 _WINDOW = 512
+KINDS = ("npz", "parquet")
 
 
 def command(
@@ -37,17 +38,19 @@ def command(
         str | None, typer.Option(metavar="FILE", help="A placement.json to measure as well.")
     ] = None,
 ) -> None:
-    """Draw load, shared experts and card shares of a text's routes, and write a placement."""
+    """Draw which experts a text uses, and write a placement."""
     if (text is None) == (trace is None):
         raise ConfigError("--text and --trace: allowed is one of them, and one is needed")
-    suffix_of(f"--save-as .{save_as}")
+    if save_as not in KINDS:
+        raise ConfigError(f"--save-as is {save_as!r}; allowed: {', '.join(KINDS)}")
+    options.require_folder("--out", out)
     given = {} if placement is None else {Path(placement).name: read_placement(placement)}
     folder, files = Path(out), []
     with status(not running.json) as say:
         if trace is not None:
             recorded = _loaded(path, trace)
         else:
-            recorded = _recorded(path, str(text), running)
+            recorded = _recorded(path, str(text), running, (over, given))
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"routes.{save_as}"
             recorded.save(file)
@@ -80,9 +83,13 @@ def _loaded(path: str, file: str) -> RouteTrace:
     return trace
 
 
-def _recorded(path: str, file: str, running: options.Running) -> RouteTrace:
+def _recorded(
+    path: str, file: str, running: options.Running, asked: tuple[int, dict[str, Any]]
+) -> RouteTrace:
+    """asked: cards, and placements by name, that the trace has to fit."""
     settings = running.settings()
-    folder = open_checkpoint(path, running.numerics).path
+    checkpoint = open_checkpoint(path, running.numerics)
+    folder = checkpoint.path
     content = options.text_of("--text", file)
     # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
@@ -91,6 +98,8 @@ def _recorded(path: str, file: str, running: options.Running) -> RouteTrace:
     if not running.debug:
         quiet()
     ids = prompt_ids(load_tokenizer(folder), content)
+    experts = {s.layer: s.moe.num_experts for s in checkpoint.family.layers if s.moe is not None}
+    require_examinable(ids.shape[1], experts, *asked)
     model = load_model(str(folder), **settings, progress=False)
     layers = {index: lay for index, _, lay in blocks(model) if isinstance(lay, MoELayer)}
     with tracing(layers, min(ids.shape[1], CAPACITY)) as read:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from exactmoe.cli import options
-from exactmoe.cli.output import console, open_checkpoint, print_json, status
+from exactmoe.cli.output import open_checkpoint, print_json, print_table, status
 from exactmoe.cli.over_ranks import is_first, others_failed
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import ConfigError
@@ -80,7 +80,9 @@ class Subjects(options.Running):
     prompt: Annotated[
         str | None, typer.Option(help="Text whose MLP inputs are recorded and replayed.")
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the inputs of the layers.")] = 0
+    seed: Annotated[
+        int, typer.Option(min=0, max=options.MOST_SEED, help="Chooses the inputs of the layers.")
+    ] = 0
 
 
 @dataclass(frozen=True)
@@ -138,21 +140,21 @@ def command(
         str | None, typer.Option(metavar="FILE", help="Write the proof as a page as well.")
     ] = None,
 ) -> None:
-    """Prove, byte by byte, that a token's bits do not depend on its call."""
-    asked_widths = None if running.widths is None else options.integers("--widths", running.widths)
+    """Prove by bytes that a token's bits do not depend on its call."""
+    asked_widths = None if running.widths is None else _widths(running.widths)
     asked_layers = None if running.layers is None else options.integers("--layers", running.layers)
     if running.all_layers and running.layers is not None:
         raise ConfigError("--all and --layers were both given; allowed: one of them")
     other = None if against is None else Other.read(against)
-    if html is not None and not pathlib.Path(html).parent.is_dir():
-        raise ConfigError(f"--html is {html}; allowed: a file in a folder that is there")
+    options.require_writable("--html", html)
     settings = running.settings(over_ranks=True)
     speaks = is_first(settings)
-    folder = open_checkpoint(path, running.numerics).path
+    checkpoint = open_checkpoint(path, running.numerics)
+    folder = checkpoint.path
     # transformers takes seconds to import: what is wrong above is said at once.
     from exactmoe.hf import blocks, load_model
     from exactmoe.hf.text import (
-        check_positions,
+        check_positions_of,
         load_tokenizer,
         prompt_ids,
         quiet,
@@ -166,8 +168,8 @@ def command(
         say(f"loading {path}")
         tokenizer = load_tokenizer(folder)
         ids = prompt_ids(tokenizer, PROMPT if running.prompt is None else running.prompt)
+        check_positions_of(checkpoint.config, ids.shape[1])
         model = load_model(str(folder), **settings, progress=False)
-        check_positions(model, ids.shape[1])
         found = blocks(model)
         say("known answers")
         device = found[0][2].device
@@ -191,9 +193,23 @@ def command(
     proof = Proof(path, machine, reports, vectors, texts, agreement, others)
     if not speaks:
         raise typer.Exit(0 if proof.ok else MISMATCH)
-    if html is not None:
-        pathlib.Path(html).write_text(proof_page(proof.to_dict()), encoding="utf-8")
     show(proof, running.json)
+    if html is not None:
+        _write_page(html, proof)
+    if not proof.ok:
+        raise typer.Exit(MISMATCH)
+
+
+def _widths(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else options.integers("--widths", text, options.MOST_WIDTH)
+
+
+def _write_page(file: str, proof: Proof) -> None:
+    """After the proof was shown: a full disk must not cost it."""
+    try:
+        pathlib.Path(file).write_text(proof_page(proof.to_dict()), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {file} cannot be written: {error}") from error
 
 
 def chosen(
@@ -205,7 +221,7 @@ def chosen(
         wrong = [index for index in asked if index not in layers]
         if wrong:
             raise ConfigError(f"--layers has {wrong}; allowed: {sorted(layers)}")
-        return [(index, layers[index]) for index in asked]
+        return [(index, layers[index]) for index in dict.fromkeys(asked)]
     if every:
         return list(layers.items())
     first: dict[str, int] = {}
@@ -233,7 +249,7 @@ def _verdict(reports: list[Report]) -> str:
 
 
 def show(proof: Proof, json: bool) -> None:
-    """Print the proof; raises typer.Exit with status 1 if it has failed."""
+    """Print the proof."""
     if json:
         print_json(proof.to_dict())
     else:
@@ -248,13 +264,11 @@ def show(proof: Proof, json: bool) -> None:
     for one in () if proof.agreement is None else proof.agreement.compared:
         if one.result == DIFFERS:
             typer.echo(str(one), err=True)
-    if not proof.ok:
-        raise typer.Exit(MISMATCH)
 
 
 def _show_text(proof: Proof) -> None:
     reports = proof.reports
-    console().print(table(reports))
+    print_table(table(reports))
     typer.echo("machine: " + ", ".join(f"{name} {value}" for name, value in proof.machine.items()))
     told = ", ".join(
         f"{chunk}: {'the same' if same else 'differs'}" for chunk, same in proof.texts.items()

@@ -30,6 +30,8 @@ def checkpoint_folder(path: str | Path) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        # The hub tells it in several lines.
+        told = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} is no folder here and cannot be had from the hub: {error}"
+            f"{path} is no folder here and cannot be had from the hub: {told}"
         ) from error

@@ -17,7 +17,7 @@ from exactmoe.checkpoint import (
 )
 from exactmoe.checkpoint.linears import READ_BY_NOBODY, between_blocks, fp8_linears
 from exactmoe.checkpoint.model_bytes import of_plans
-from exactmoe.config import Limits, Numerics, Placement
+from exactmoe.config import Limits, Numerics, Placement, checked_limits
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
 from exactmoe.fitting import partition_for
 from exactmoe.hf import adapter, rank_blocks, whole_block
@@ -91,6 +91,7 @@ def load_model(
         RankLost: another rank failed, died or does not answer.
     """
     placement = cards if isinstance(cards, Placement) else Placement(cards=cards)
+    limits = checked_limits(limits)
     settings = _Settings(placement, numerics, limits, backend, kv_reserve, progress)
     if ranks is None:
         return _load(path, settings, devices_of(placement), None)

@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from exactmoe.bank import ExpertBank, SplitBank
 from exactmoe.checkpoint import Checkpoint, LayerPlan, TensorInfo, WeightPlan
+from exactmoe.checkpoint.files import DTYPES
 from exactmoe.dense import DenseMLP
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.formats import PackedWeight
@@ -29,16 +30,6 @@ from exactmoe.hf.whole_block import blocks, raw_state_dicts
 from exactmoe.layer import MoELayer
 from exactmoe.ops import CANONICAL
 
-_DTYPES = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 _SHOWN = 5
 
 
@@ -237,7 +228,7 @@ def _add(saved: dict[str, Tensor], weight: WeightPlan, packed: PackedWeight) -> 
 
 def _in_dtype(value: Tensor, name: str) -> Tensor:
     """A tensor of ours in the dtype of the file; bytes as they are, numbers only if exact."""
-    dtype = _DTYPES[name]
+    dtype = DTYPES[name]
     if value.dtype == dtype:
         return value
     if value.dtype == torch.uint8 and dtype.itemsize == 1:

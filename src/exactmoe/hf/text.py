@@ -84,7 +84,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: no tokenizer can be loaded: {error}") from error
+        # transformers tells it in several lines.
+        told = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: no tokenizer can be loaded: {told}") from error
 
 
 def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
@@ -215,7 +217,16 @@ def run_prompt(model: Any, ids: Tensor) -> Tensor:
 
 def check_positions(model: Any, prompt_tokens: int, new_tokens: int = 0) -> None:
     """ConfigError for more tokens than the model's max_position_embeddings."""
-    positions = num_positions(model)
+    _check_positions(num_positions(model), prompt_tokens, new_tokens)
+
+
+def check_positions_of(config: Mapping[str, Any], prompt_tokens: int, new_tokens: int = 0) -> None:
+    """The same by a config.json, before its model is loaded."""
+    text = config.get("text_config") or config
+    _check_positions(text.get("max_position_embeddings"), prompt_tokens, new_tokens)
+
+
+def _check_positions(positions: int | None, prompt_tokens: int, new_tokens: int) -> None:
     if positions is not None and prompt_tokens + new_tokens > positions:
         asked = f" and {new_tokens} new ones are asked for" if new_tokens else ""
         raise ConfigError(

@@ -5,7 +5,6 @@ one MLP block at a time goes to its places in the shards; a shard gets its name 
 and config.json comes last.
 """
 
-import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from exactmoe.checkpoint.rewrite.files import (
     Entry,
     SameShard,
     ShardWriter,
+    copy_file,
     write_json,
     write_tensor,
 )
@@ -79,13 +79,13 @@ def save_model(
     for path in sorted(source.iterdir()):
         own = path.name.startswith(".") or path.name == _CONFIG
         if path.is_file() and not own and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, out / path.name)
+            copy_file(path, out / path.name)
     if by_card:
         total = {"total_size": origin.checkpoint.nbytes}
         write_json(out / INDEX, {"metadata": total, "weight_map": dict(sorted(shards.map.items()))})
     elif (source / INDEX).is_file():
-        shutil.copyfile(source / INDEX, out / INDEX)
-    shutil.copyfile(source / _CONFIG, out / _CONFIG)
+        copy_file(source / INDEX, out / INDEX)
+    copy_file(source / _CONFIG, out / _CONFIG)
 
 
 def _owners(origin: Origin, model: Any) -> dict[str, int]:

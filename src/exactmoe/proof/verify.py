@@ -86,10 +86,10 @@ def verify(
 
 
 def _checked_widths(widths: Iterable[int]) -> tuple[int, ...]:
-    ascending = tuple(sorted(set(widths)))
-    if not ascending or ascending[0] < 1:
-        raise ConfigError(f"widths are {ascending}; allowed: at least one, each from 1")
-    return ascending
+    asked = tuple(widths)
+    if not asked or any(type(width) is not int or width < 1 for width in asked):
+        raise ConfigError(f"widths are {asked}; allowed: at least one, each an integer from 1")
+    return tuple(sorted(set(asked)))
 
 
 def _checked_dimensions(names: Sequence[str] | None) -> list[str]:

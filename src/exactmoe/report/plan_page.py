@@ -68,7 +68,8 @@ def memory(plan: ModelPlan) -> bytes:
             panel.barh(places, sizes, 0.65, begin, color=color, label=name, edgecolor="white")
             for place, (at, size) in enumerate(zip(begin, sizes, strict=True)):
                 if size > 0.03 * widest:
-                    panel.text(at + size / 2, place, f"{size:.1f}", ha="center", va="center")
+                    told = f"{size:.1f}" if size >= 1 else f"{size:.2f}"
+                    panel.text(at + size / 2, place, told, ha="center", va="center")
         begin += sizes
     for place, card in enumerate(plan.cards):
         end = [card.free / _GIB] * 2

@@ -252,6 +252,8 @@ def profile(model: nn.Module | Mapping[int, Layer], capacity: int = CAPACITY) ->
 def _layers(model: nn.Module | Mapping[int, Layer]) -> dict[int, Layer]:
     if isinstance(model, Mapping):
         return dict(model)
+    if not isinstance(model, nn.Module):
+        return {}
     found: list[Layer] = []
     inside: set[int] = set()
     for module in model.modules():

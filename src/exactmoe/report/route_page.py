@@ -1,6 +1,6 @@
 """The report of a trace: a folder with one HTML file, its pictures, and a placement."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from exactmoe.report.route_trace import RouteTrace
 
 # Calls of decode, of speculative verify, and of a short prompt.
 SHARE_WIDTHS = (1, 4, 16)
+# Each half has one call of the widest kind.
+LEAST_TOKENS = 2 * max(SHARE_WIDTHS)
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,8 @@ def examine(
         ConfigError: too few tokens, or a placement that does not fit the trace.
     """
     fewest = min((len(routes.steps) for routes in trace.layers.values()), default=0)
-    if fewest < 2 * max(SHARE_WIDTHS):
-        raise ConfigError(
-            f"the trace has {fewest} tokens in a layer; allowed: from {2 * max(SHARE_WIDTHS)}"
-        )
-    for name, placement in (given or {}).items():
-        cards = {partition.num_cards for partition in placement.values()}
-        if cards != {num_cards}:
-            raise ConfigError(f"placement {name} is for {sorted(cards)} cards, not {num_cards}")
+    experts = {layer: routes.num_experts for layer, routes in trace.layers.items()}
+    require_examinable(fewest, experts, num_cards, given or {})
     made_from, measured_on = load.halves(trace)
     compared = {
         "even": load.even(trace, num_cards),
@@ -111,6 +107,39 @@ def examine(
         ],
         placement=load.placed(trace, num_cards),
     )
+
+
+def require_examinable(
+    tokens: int,
+    experts: Mapping[int, int],
+    num_cards: int,
+    given: Mapping[str, Mapping[int, Partition]],
+) -> None:
+    """What `examine` needs, known before a text runs.
+
+    Args:
+        tokens: of the layer that has least.
+        experts: layer -> experts.
+
+    Raises:
+        ConfigError: too few tokens, more cards than experts, or a placement of another model or
+            of other cards.
+    """
+    if tokens < LEAST_TOKENS:
+        raise ConfigError(f"the trace has {tokens} tokens in a layer; allowed: from {LEAST_TOKENS}")
+    if num_cards > min(experts.values()):
+        raise ConfigError(
+            f"{num_cards} cards for {min(experts.values())} experts; allowed: at most as many"
+        )
+    for name, placement in given.items():
+        cards = {partition.num_cards for partition in placement.values()}
+        if cards != {num_cards}:
+            raise ConfigError(f"placement {name} is for {sorted(cards)} cards, not {num_cards}")
+        of = {layer: len(partition.owners) for layer, partition in placement.items()}
+        if any(of.get(layer) != count for layer, count in experts.items()):
+            raise ConfigError(
+                f"placement {name} has (layer: experts) {of}; the model has {dict(experts)}"
+            )
 
 
 def _means(of_layers: list[list[float]]) -> dict[int, float]:

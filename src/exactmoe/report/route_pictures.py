@@ -15,7 +15,7 @@ def load_map(layers: Mapping[int, Counted]) -> bytes:
         Unsupported: matplotlib is not installed.
     """
     figure = figure_of(1.8 + min(0.42 * len(layers), 9.0))
-    from matplotlib import colors
+    from matplotlib import colors, ticker
 
     most = max(routes.num_experts for routes in layers.values())
     table = np.full((len(layers), most), np.nan)
@@ -32,6 +32,7 @@ def load_map(layers: Mapping[int, Counted]) -> bytes:
     names = [f"{i}{' (hash)' if r.is_hashed else ''}" for i, r in layers.items()]
     panel.set_yticks(range(len(names)), names)
     panel.set_xlabel("expert")
+    panel.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     panel.set_ylabel("layer")
     tokens = max(routes.tokens for routes in layers.values())
     panel.set_title(f"How often each expert is chosen ({tokens:,} tokens)")

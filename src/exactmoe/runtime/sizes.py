@@ -8,7 +8,7 @@ _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -17,15 +17,25 @@ def parse_bytes(name: str, text: str) -> int:
     Raises:
         ConfigError: no number with one of the units; `name` is what the message calls it.
     """
+    found = _bytes(text)
+    if found is None:
+        raise ConfigError(f"{name} is {text!r}; allowed: bytes such as 96GiB, 80GB, 512MiB")
+    return found
+
+
+def _bytes(text: str) -> int | None:
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{name} is {text!r}; allowed: bytes such as 96GiB, 80GB, 512MiB")
+        return None
     return round(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def parse_all_bytes(name: str, text: str) -> tuple[int, ...]:
     """Comma-separated sizes, at least one."""
-    return tuple(parse_bytes(name, part) for part in text.split(","))
+    parts = text.split(",")
+    if not all(part.strip() for part in parts):
+        raise ConfigError(f"{name} is {text!r}; allowed: bytes such as 96GiB, separated by commas")
+    return tuple(parse_bytes(name, part) for part in parts)
 
 
 def parse_rates(name: str, text: str) -> tuple[float, ...]:
@@ -33,9 +43,9 @@ def parse_rates(name: str, text: str) -> tuple[float, ...]:
     rates = []
     for part in text.split(","):
         size, slash, second = part.strip().partition("/")
-        rate = parse_bytes(name, size) if slash and second == "s" else 0
-        if rate <= 0:
-            raise ConfigError(f"{name} is {part!r}; allowed: a rate such as 4.5TB/s, 273GB/s")
+        rate = _bytes(size) if slash and second == "s" else None
+        if not rate:
+            raise ConfigError(f"{name} is {text!r}; allowed: rates such as 4.5TB/s, 273GB/s")
         rates.append(float(rate))
     return tuple(rates)
 

@@ -26,8 +26,8 @@ inline u32 bf16_product(u32 a, u32 b) {
     float size = __builtin_fabsf(product);
     if (is_nan(product) || size >= 0x1p-120f) return to_bf16(product);
     double exact = double(from_bf16(a & 0xFFFF)) * double(from_bf16(b & 0xFFFF));
-    double least = size >= 0x1p-126f ? 0x1p-7 * __builtin_exp2(__builtin_floor(__builtin_log2(size)))
-                                     : 0x1p-133;
+    double least =
+        size >= 0x1p-126f ? 0x1p-7 * __builtin_exp2(__builtin_floor(__builtin_log2(size))) : 0x1p-133;
     float rounded = float(__builtin_rint(exact / least) * least);
     return as_bits(__builtin_copysignf(rounded, product)) >> 16;
 }
@@ -53,7 +53,8 @@ inline u32 to_e4m3(float value) {
 
 inline float from_e4m3(u32 code) {
     u32 field = code >> 3 & 15, mantissa = code & 7;
-    float size = field ? float(8 + mantissa) * as_float((field + 117) << 23) : float(mantissa) * 0x1p-9f;
+    float size =
+        field ? float(8 + mantissa) * as_float((field + 117) << 23) : float(mantissa) * 0x1p-9f;
     if ((code & 0x7F) == 0x7F) size = as_float(NAN_BITS);
     return code & 0x80 ? -size : size;
 }

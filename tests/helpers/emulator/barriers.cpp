@@ -22,12 +22,15 @@ void barrier_init(u32 address, u32 arrivals, Where where) {
     Block& block = *machine.fiber->warp->block;
     shared_at(block, address, 8, "barrier_init", where);
     if (address % 8 || arrivals == 0 || arrivals >= 1 << 20 || block.barriers.count(address))
-        fail("barrier_init(%u, %u): the address is a multiple of 8 without a barrier, arrivals are "
-             "1 ... 2^20 - 1, at %s", address, arrivals, place_of(where).c_str());
+        fail(
+            "barrier_init(%u, %u): the address is a multiple of 8 without a barrier, arrivals are "
+            "1 ... 2^20 - 1, at %s",
+            address, arrivals, place_of(where).c_str());
     Barrier& made = block.barriers[address];
     made.address = address, made.arrivals = made.pending = arrivals;
     made.agent = barrier_agent(block);
-    made.gathering = made.released = Clock{std::vector<u32>(machine.agents), std::vector<u32>(machine.agents)};
+    made.gathering = made.released =
+        Clock{std::vector<u32>(machine.agents), std::vector<u32>(machine.agents)};
 }
 
 void barrier_init_fence() {
@@ -56,8 +59,10 @@ void barrier_arrive(u32 address, u32 bytes, Where where) {
     Warp& warp = *machine.fiber->warp;
     Barrier& barrier = barrier_at(*warp.block, address, "barrier_arrive", where);
     if (barrier.pending == 0)
-        fail("barrier_arrive: the barrier at %u expects %u arrivals a phase, and phase %u has them all, "
-             "at %s", address, barrier.arrivals, barrier.phase, place_of(where).c_str());
+        fail(
+            "barrier_arrive: the barrier at %u expects %u arrivals a phase, and phase %u has them all, "
+            "at %s",
+            address, barrier.arrivals, barrier.phase, place_of(where).c_str());
     release(warp, barrier.gathering);
     barrier.bytes += int(bytes);
     --barrier.pending;
@@ -119,21 +124,24 @@ void arrive_threads(u32 number, u32 threads, Where where) {
 
 void leave(Fiber& fiber) {
     Block& block = *fiber.warp->block;
-    if (!fiber.copies.empty()) fail("ends with %zu copies that it did not wait for", fiber.copies.size());
+    if (!fiber.copies.empty())
+        fail("ends with %zu copies that it did not wait for", fiber.copies.size());
     if (!fiber.chains.empty()) fail("ends with matrix instructions that it did not wait for");
     --block.living;
     for (Named& named : block.named)
-        if (named.arrived && named.expected == 0 && named.arrived == block.living) complete_named(named);
+        if (named.arrived && named.expected == 0 && named.arrived == block.living)
+            complete_named(named);
     if (block.living) return;
     for (const Copy& copy : machine.copies)
         if (copy.block == &block)
-            fail("its block ends, and a copy is still on its way, from %s", place_of(copy.where).c_str());
+            fail("its block ends, and a copy is still on its way, from %s",
+                 place_of(copy.where).c_str());
 }
 
 // ---- collectives of a warp
 
-static const char* const NAMES[] = {"__shfl_sync", "__shfl_up_sync", "__shfl_down_sync",
-                                    "__shfl_xor_sync", "__ballot_sync", "__syncwarp"};
+static const char* const NAMES[] = {"__shfl_sync",     "__shfl_up_sync", "__shfl_down_sync",
+                                    "__shfl_xor_sync", "__ballot_sync",  "__syncwarp"};
 
 // True for the lane that comes last.
 static bool meet(const char* what, u32 mask, const u32* values, u32 count, u32 operand, Where where) {
@@ -141,11 +149,13 @@ static bool meet(const char* what, u32 mask, const u32* values, u32 count, u32 o
     Fiber& fiber = *machine.fiber;
     Meeting& meeting = fiber.warp->meeting;
     u32 own = 1u << fiber.lane;
-    if (!(mask & own)) fail("%s: its own lane is not in mask %08x, at %s", what, mask, place_of(where).c_str());
+    if (!(mask & own))
+        fail("%s: its own lane is not in mask %08x, at %s", what, mask, place_of(where).c_str());
     if (meeting.arrived == 0) meeting.what = what, meeting.mask = mask, meeting.where = where;
     if (strcmp(meeting.what, what) || meeting.mask != mask)
-        fail("%s with mask %08x at %s, while other lanes of the warp are in %s with mask %08x at %s", what,
-             mask, place_of(where).c_str(), meeting.what, meeting.mask, place_of(meeting.where).c_str());
+        fail("%s with mask %08x at %s, while other lanes of the warp are in %s with mask %08x at %s",
+             what, mask, place_of(where).c_str(), meeting.what, meeting.mask,
+             place_of(meeting.where).c_str());
     for (u32 i = 0; i < count; ++i) meeting.values[fiber.lane][i] = values[i];
     meeting.operands[fiber.lane] = operand;
     meeting.arrived |= own;
@@ -173,7 +183,9 @@ u32 exchange(Exchange what, u32 mask, u32 value, u32 operand, Where where) {
         if (what == SHUFFLE_DOWN && lane + by < LANES) from = lane + by;
         if (what == SHUFFLE_XOR) from = (lane ^ by) % LANES;
         bool known = mask >> from & 1;
-        fiber.warp->fibers[lane].result = what == BALLOT ? ballot : known ? meeting.values[from][0] : POISON;
+        fiber.warp->fibers[lane].result = what == BALLOT ? ballot
+                                          : known        ? meeting.values[from][0]
+                                                         : POISON;
     }
     part(meeting);
     return fiber.result;
@@ -187,7 +199,8 @@ void store_transposed(u32 address, const u32* words, Where where) {
         // The lane's address is of row lane % 8 of matrix lane / 8; of a row, element i is what lane
         // 4i + row / 2 holds, in its half row % 2.
         u32 row = lane % 8, matrix = lane / 8, to = meeting.operands[lane];
-        if (to % 16) fail("store_transposed: address %u of lane %u, at %s", to, lane, place_of(where).c_str());
+        if (to % 16)
+            fail("store_transposed: address %u of lane %u, at %s", to, lane, place_of(where).c_str());
         u8* bytes = shared_at(*warp.block, to, 16, "store_transposed", where);
         for (u32 i = 0; i < 8; ++i) {
             u16 half = u16(meeting.values[4 * i + row / 2][matrix] >> (16 * (row % 2)));

@@ -18,9 +18,15 @@ typedef long long i64;
 // One copy a block: the machine changes a thread's storage when it goes to another block.
 #define __shared__ thread_local
 
-struct uint2 { u32 x, y; };
-struct alignas(16) uint4 { u32 x, y, z, w; };
-struct uint3 { u32 x, y, z; };
+struct uint2 {
+    u32 x, y;
+};
+struct alignas(16) uint4 {
+    u32 x, y, z, w;
+};
+struct uint3 {
+    u32 x, y, z;
+};
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
@@ -37,7 +43,7 @@ struct Where {
 enum Exchange { SHUFFLE, SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_XOR, BALLOT, SYNC };
 enum Units { BF16 = 16, E4M3 = 32 };  // k of one instruction
 enum Atomic { ADD, MAX, EXCHANGE, COMPARE };
-enum Order { RELAXED, ACQUIRE, RELEASE };
+enum Order { RELAXED, RELEASE };
 
 u32 address_of(const void* pointer, Where where);
 u8* dynamic_shared();
@@ -80,18 +86,21 @@ inline void __nanosleep(u32) { emulator::pause(); }
 inline u32 __ballot_sync(u32 mask, bool value, WHERE) {
     return emulator::exchange(emulator::BALLOT, mask, value, 0, where);
 }
-inline u32 __shfl_sync(u32 mask, u32 value, u32 lane, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE, mask, value, lane, where);
-}
-inline u32 __shfl_up_sync(u32 mask, u32 value, u32 distance, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE_UP, mask, value, distance, where);
-}
-inline u32 __shfl_down_sync(u32 mask, u32 value, u32 distance, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE_DOWN, mask, value, distance, where);
-}
-inline u32 __shfl_xor_sync(u32 mask, u32 value, u32 distance, WHERE) {
-    return emulator::exchange(emulator::SHUFFLE_XOR, mask, value, distance, where);
-}
+
+// Of 4 bytes, of any type; CUDA's 8-byte ones are not here.
+#define EXCHANGED(name, what)                                                                      \
+    template <class Value>                                                                         \
+    inline Value name(u32 mask, Value value, u32 operand, WHERE) {                                 \
+        static_assert(sizeof(Value) == 4, "4 bytes are exchanged");                                \
+        u32 bits = __builtin_bit_cast(u32, value);                                                 \
+        return __builtin_bit_cast(Value,                                                           \
+                                  emulator::exchange(emulator::what, mask, bits, operand, where)); \
+    }
+EXCHANGED(__shfl_sync, SHUFFLE)
+EXCHANGED(__shfl_up_sync, SHUFFLE_UP)
+EXCHANGED(__shfl_down_sync, SHUFFLE_DOWN)
+EXCHANGED(__shfl_xor_sync, SHUFFLE_XOR)
+#undef EXCHANGED
 
 inline u32 atomicAdd(u32* address, u32 value, WHERE) {
     return emulator::atomic(emulator::ADD, address, value, 0, emulator::RELAXED, where);
@@ -169,7 +178,9 @@ inline void made(u32 (&)[4]) {}
 inline void wgmma_fence() { emulator::matrix_fence(); }
 inline void wgmma_commit() { emulator::matrix_commit(); }
 template <int newest>
-inline void wgmma_wait(WHERE) { emulator::matrix_wait(newest, where); }
+inline void wgmma_wait(WHERE) {
+    emulator::matrix_wait(newest, where);
+}
 inline u64 operand(u32 address, u32 stride) {
     return u64((address & 0x3FFFF) >> 4) | (u64(stride >> 4) << 32) | (u64(1) << 62);
 }
@@ -194,7 +205,8 @@ template <u32... numbers>
 struct Places {};
 
 template <class... Types, u32... places>
-__attribute__((no_sanitize("thread"))) inline void call(void (*entry)(Types...), void* const* values, Places<places...>) {
+__attribute__((no_sanitize("thread"))) inline void call(void (*entry)(Types...), void* const* values,
+                                                        Places<places...>) {
     entry(*static_cast<Types*>(values[places])...);
 }
 

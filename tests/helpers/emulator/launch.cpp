@@ -67,8 +67,11 @@ extern "C" const char* emulator_run(const Launch* given) {
                  machine.static_bytes, launch.shared_bytes, SHARED_BYTES);
         for (u64 i = 0; i < launch.num_buffers; ++i) {
             const Given& buffer = launch.buffers[i];
-            machine.buffers.push_back({buffer.name, reinterpret_cast<u64>(buffer.begin), buffer.bytes,
-                                       buffer.written != 0, {}});
+            machine.buffers.push_back({buffer.name,
+                                       reinterpret_cast<u64>(buffer.begin),
+                                       buffer.bytes,
+                                       buffer.written != 0,
+                                       {}});
         }
         machine.blocks.resize(u64(launch.grid_x) * launch.grid_y);
         for (u32 y = 0; y < launch.grid_y; ++y)
@@ -79,11 +82,8 @@ extern "C" const char* emulator_run(const Launch* given) {
         start_fibers(machine.blocks.size() * launch.threads);
         begin_blocks(launch.most_blocks);
         run_all();
-    } catch (int) {
+    } catch (int) {  // thrown by `fail`, which has written machine.error
     }
     error = machine.error;
     return error.empty() ? nullptr : error.c_str();
 }
-
-// Turns of the scheduler in the last run.
-extern "C" u64 emulator_steps() { return machine.steps; }

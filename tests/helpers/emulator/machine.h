@@ -19,11 +19,11 @@
 
 namespace emulator {
 
-constexpr u32 LANES = 32, GROUP_WARPS = 4, MOST_BARRIERS = 32, NAMED = 16;
-constexpr u32 SYSTEM_BYTES = 1024;       // of shared memory, below all that a kernel may use
-constexpr u32 SHARED_BYTES = 232448;     // of a block, the system's included
-constexpr u64 STACK_BYTES = 128 << 10;
-constexpr u32 POISON = 0xFFFFFFFFu;      // a NaN as f32, bf16 and e4m3
+constexpr u32 LANES = 32, GROUP_WARPS = 4, MOST_BARRIERS = 64, NAMED = 16;
+constexpr u32 SYSTEM_BYTES = 1024;    // of shared memory, below all that a kernel may use
+constexpr u32 SHARED_BYTES = 232448;  // that a block may use
+constexpr u64 STACK_BYTES = 128 << 10, LEAST_STACK = 8 << 10;
+constexpr u32 POISON = 0xFFFFFFFFu;  // a NaN as f32, bf16 and e4m3
 
 struct Block;
 struct Warp;
@@ -78,7 +78,6 @@ struct Fiber {
     u32 thread, lane;
     bool done;
     // What it waits for.
-    const void* key;
     const char* waits;
     Where where;
     u32 detail[2];

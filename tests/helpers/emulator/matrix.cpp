@@ -45,12 +45,13 @@ void matrix(Units units, u32 columns, float* sums, const u32* a, u64 rows, bool 
     if (!fiber.fenced)
         fail("wgmma without wgmma_fence behind the last wgmma_commit, at %s", place_of(where).c_str());
     if (rows >> 62 != 1 || (rows & 0x3FFF) << 4 & 0x380)
-        fail("wgmma: descriptor %016llx is not of 128-byte swizzle from a multiple of 1024, at %s", rows,
-             place_of(where).c_str());
+        fail("wgmma: descriptor %016llx is not of 128-byte swizzle from a multiple of 1024, at %s",
+             rows, place_of(where).c_str());
     u64 instruction = fiber.issued++;
     while (warp.executed + warp.ops.size() <= instruction) warp.ops.push_back({});
     MatrixOp& op = warp.ops[instruction - warp.executed];
-    if (op.lanes == 0) op.units = units, op.columns = columns, op.rows = rows, op.go_on = go_on, op.where = where;
+    if (op.lanes == 0)
+        op.units = units, op.columns = columns, op.rows = rows, op.go_on = go_on, op.where = where;
     if (op.units != units || op.columns != columns || op.rows != rows || op.go_on != go_on)
         fail("wgmma: lanes of warp %u differ in the instruction or in its rows, at %s", warp.number,
              place_of(where).c_str());
@@ -117,7 +118,8 @@ void execute(Warp& warp) {
     static float b[32][256], a[16][32], sums[16][256];
     for (u32 row = 0; row < op.columns; ++row)
         for (u32 byte = 0; byte < 32; byte += 16) {
-            const u8* from = shared_at(*warp.block, swizzled(op.rows, row, byte), 16, "wgmma", op.where);
+            const u8* from =
+                shared_at(*warp.block, swizzled(op.rows, row, byte), 16, "wgmma", op.where);
             for (u32 i = 0; i < 4 * of_word; ++i)
                 b[byte / 16 * 4 * of_word + i][row] =
                     op.units == BF16 ? from_bf16(u32(from[2 * i]) | u32(from[2 * i + 1]) << 8)
@@ -133,7 +135,8 @@ void execute(Warp& warp) {
                                                   : from_e4m3(op.a[lane][i] >> (8 * j) & 0xFF);
             }
         for (u32 i = 0; i < op.columns / 2; ++i)
-            sums[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2] = op.go_on ? kept[i] : 0.0f;
+            sums[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2] =
+                op.go_on ? kept[i] : 0.0f;
     }
     for (u32 row = 0; row < 16; ++row)
         for (u32 step = 0; step < k; ++step)

@@ -157,8 +157,10 @@ void copy_bulk(u32 target, const void* source, u32 bytes, u32 barrier, Where whe
     Buffer& buffer = buffer_at(source, bytes, false, "copy_bulk", where);
     auto found = block.barriers.find(barrier);
     if (found == block.barriers.end() || !found->second.fenced)
-        fail("copy_bulk: at shared address %u there is no barrier, or no fence came after its init, at %s",
-             barrier, place_of(where).c_str());
+        fail(
+            "copy_bulk: at shared address %u there is no barrier, or no fence came after its init, at "
+            "%s",
+            barrier, place_of(where).c_str());
     for (const auto& [address, other] : block.barriers)
         if (address + 8 > target && address < target + bytes)
             fail("copy_bulk: shared bytes %u ... %u hold the barrier at %u, at %s", target,
@@ -245,9 +247,13 @@ static void touched(const void* pointer, u64 bytes, Kind kind, void* caller) {
 }  // namespace emulator
 
 #define CALLER __builtin_return_address(0)
-#define TOUCH(name, bytes)                                                                          \
-    extern "C" void __tsan_read##name(void* p) { emulator::touched(p, bytes, emulator::READ, CALLER); } \
-    extern "C" void __tsan_write##name(void* p) { emulator::touched(p, bytes, emulator::WRITE, CALLER); }
+#define TOUCH(name, bytes)                                    \
+    extern "C" void __tsan_read##name(void* p) {              \
+        emulator::touched(p, bytes, emulator::READ, CALLER);  \
+    }                                                         \
+    extern "C" void __tsan_write##name(void* p) {             \
+        emulator::touched(p, bytes, emulator::WRITE, CALLER); \
+    }
 
 TOUCH(1, 1)
 TOUCH(2, 2)

@@ -122,7 +122,8 @@ static u16 known_place(Where where) {
 }
 
 static std::string name_of_agent(u32 agent) {
-    if (agent >= 3 * warps) return "bulk copy of block " + std::to_string((agent - 3 * warps) / MOST_BARRIERS);
+    if (agent >= 3 * warps)
+        return "bulk copy of block " + std::to_string((agent - 3 * warps) / MOST_BARRIERS);
     u32 of_block = u32(machine.blocks[0].warps.size()), warp = agent % warps;
     const char* kind = agent < warps ? "" : agent < 2 * warps ? "wgmma of " : "asynchronous copy of ";
     return std::string(kind) + "warp " + std::to_string(warp % of_block) + " of block " +
@@ -142,7 +143,8 @@ static std::string name_of_agent(u32 agent) {
 static bool ordered(const Access& earlier, const Agent& agent, Kind kind) {
     if (kind == READ && earlier.kind == READ) return true;
     if (kind == ATOMIC && earlier.kind == ATOMIC) return true;
-    bool by_threads = earlier.agent < warps || (earlier.agent >= 2 * warps && earlier.agent < 3 * warps);
+    bool by_threads =
+        earlier.agent < warps || (earlier.agent >= 2 * warps && earlier.agent < 3 * warps);
     if (agent.proxy == ASYNC && by_threads && earlier.kind != READ)
         return agent.knows->async[earlier.agent] >= earlier.epoch;
     if (earlier.agent == agent.number && agent.number < warps) return true;
@@ -159,7 +161,8 @@ static void access(Cell& cell, u16 bytes, const Agent& agent, Kind kind, Where w
     }
     if (kind == WRITE)
         cell.erase(std::remove_if(cell.begin(), cell.end(),
-                                  [&](const Access& a) { return !(a.bytes & ~bytes); }), cell.end());
+                                  [&](const Access& a) { return !(a.bytes & ~bytes); }),
+                   cell.end());
     else if (same && (same->epoch == agent.epoch || !(same->bytes & ~bytes))) {
         same->epoch = agent.epoch, same->bytes |= bytes;
         return;
@@ -182,7 +185,8 @@ void access_shared(Block& block, u32 address, u32 bytes, const Agent& agent, Kin
     access_all(block.cells, address - SYSTEM_BYTES, bytes, agent, kind, where, [&] {
         return address < block.dynamic_begin
                    ? "byte " + std::to_string(address - SYSTEM_BYTES) + " of __shared__ variables"
-                   : "byte " + std::to_string(address - block.dynamic_begin) + " of dynamic shared memory";
+                   : "byte " + std::to_string(address - block.dynamic_begin) +
+                         " of dynamic shared memory";
     });
 }
 
@@ -190,9 +194,8 @@ void access_global(Buffer& buffer, const void* pointer, u64 bytes, const Agent& 
                    Where where) {
     if (!buffer.written) return;
     u64 address = reinterpret_cast<u64>(pointer);
-    access_all(buffer.cells, address - buffer.begin / 16 * 16, bytes, agent, kind, where, [&] {
-        return "byte " + std::to_string(address - buffer.begin) + " of " + buffer.name;
-    });
+    access_all(buffer.cells, address - buffer.begin / 16 * 16, bytes, agent, kind, where,
+               [&] { return "byte " + std::to_string(address - buffer.begin) + " of " + buffer.name; });
 }
 
 }  // namespace emulator

@@ -88,7 +88,6 @@ void fail(const char* format, ...) {
 
 void make_runnable(Fiber& fiber) {
     Warp& warp = *fiber.warp;
-    fiber.key = nullptr;
     warp.runnable |= 1u << fiber.lane;
     if (warp.place < 0) {
         warp.place = int(warp.block->runnable.size());
@@ -116,6 +115,8 @@ void make_matrix_ready(Warp& warp) {
 void yield() { to_scheduler(); }
 
 void point() {
+    if (static_cast<u8*>(__builtin_frame_address(0)) < machine.fiber->stack + LEAST_STACK)
+        fail("more than %llu bytes of local variables", STACK_BYTES - LEAST_STACK);
     ++machine.progress;
     machine.fiber->polled = nullptr;
     if (machine.budget-- == 0) to_scheduler();
@@ -123,7 +124,7 @@ void point() {
 
 void park(const void* key, const char* waits, Where where, u32 first, u32 second) {
     Fiber& fiber = *machine.fiber;
-    fiber.key = key, fiber.waits = waits, fiber.where = where;
+    fiber.waits = waits, fiber.where = where;
     fiber.detail[0] = first, fiber.detail[1] = second;
     machine.waiting[key].push_back(&fiber);
     take_off(fiber);
@@ -251,8 +252,8 @@ static std::string deadlock() {
         for (Warp& warp : machine.blocks[i].warps)
             for (Fiber& fiber : warp.fibers)
                 if (!fiber.done)
-                    lines["block " + std::to_string(warp.block->index.x) + ": " + waits_of(fiber)]
-                        .push_back(fiber.thread);
+                    lines["block " + std::to_string(machine.blocks[i].index.x) + ": " +
+                          waits_of(fiber)].push_back(fiber.thread);
     std::string text = "deadlock: nothing can run, and no copy is on its way";
     for (auto& [line, threads] : lines) {
         text += "\n  " + line + ": threads";

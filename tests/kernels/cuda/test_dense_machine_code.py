@@ -51,7 +51,7 @@ def label(variant: Dense) -> str:
 
 every_variant = pytest.mark.parametrize(
     "variant",
-    [pytest.param(v, marks=() if is_quick(v) else pytest.mark.slow, id=label(v)) for v in VARIANTS],
+    [pytest.param(v, marks=() if is_quick(v) else pytest.mark.long, id=label(v)) for v in VARIANTS],
 )
 
 

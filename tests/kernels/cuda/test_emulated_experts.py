@@ -22,22 +22,24 @@ CLOSE = 2.0**-12
 # (tile, tokens, blocks, seed, stages, way): an expert has more rows than the tile, and fewer.
 CASES = {
     Problem("mxfp4"): [
-        *(Run(128, 136), Run(40, 24, 1, 1, 2, "two"), Run(8, 12, 7, 2, 3)),
+        *(Run(128, 130), Run(40, 24, 1, 1, 3, "two"), Run(8, 12, 7, 2, 3)),
         Run(8, 12, 3, 13, 4, "each"),
     ],
-    Problem("nvfp4"): [Run(64, 72, 3, 3, 2), Run(16, 24, 1, 4, 3, "two")],
+    Problem("nvfp4"): [Run(64, 72, 3, 3, 3), Run(16, 24, 1, 4, 3, "two")],
+    Problem("nvfp4-divide", experts=100, slot="f32"): [Run(8, 24, 7, 4)],
     Problem("mxfp4", hidden=384): [Run(16, 20, 2, 14), Run(8, 12, 3, 15, 3, "two")],
-    Problem("mxfp4", "a8", "fp8"): [Run(112, 120, 3, 5), Run(16, 24, 7, 6, 3, "two")],
+    Problem("mxfp4", "a8", "fp8"): [Run(112, 114, 3, 5), Run(16, 24, 7, 6, 3, "two")],
     Problem("nvfp4", "a8", "fp8", 384): [Run(40, 44, 3, 7, 3), Run(8, 12, 1, 8, 3, "two")],
     Problem("mxfp4", "a8", "both"): [
-        *(Run(64, 40, 3, 9, 3), Run(16, 12, 3, 10, 3, "two"), Run(16, 12, 2, 16, 3, "each")),
+        *(Run(64, 40, 3, 9, 3), Run(16, 12, 3, 10, 3, "two")),
     ],
     Problem("nvfp4", "a8", "bf16"): [Run(40, 44, 3, 11, 3, "two"), Run(8, 8, 7, 12, 3)],
 }
 
 
 def label(problem: Problem) -> str:
-    return f"{problem.format} {problem.activation} {problem.units} {problem.hidden}"
+    of = f"{problem.format} {problem.activation} {problem.units}"
+    return f"{of} {problem.hidden} {problem.experts}"
 
 
 def assert_same_bytes_near_the_reference(problem: Problem, runs: list[Run]) -> None:
@@ -61,22 +63,31 @@ def test_every_tile_in_many_orders(problem):
     widest = 112 if problem.units == "fp8" else 128 if problem.activation == "a16" else 64
     tiles = [tile for tile in TOKENS[problem.activation] if tile <= widest]
     runs = [Run(widest, 136, 2)]
-    for tile, (seed, blocks) in product(tiles, enumerate((1, 2, 3, 4, 7, 7))):
-        runs.append(Run(tile, tile // 2 + 5 * seed + 4, blocks, 20 + seed, 3 * (seed % 2)))
+    for tile, (seed, blocks) in product(tiles, enumerate((1, 3, 7))):
+        runs.append(Run(tile, tile // 2 + 6 * seed + 4, blocks, 20 + seed, 3 * (seed % 2)))
     assert_same_bytes_near_the_reference(problem, runs)
 
 
-# What is replaced, by what, and what the emulator says. Each is one line that somebody could forget.
-FILL = "barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);\n                if (lane == 0)"
+# What is replaced, by what, and what the emulator says. Each is one line that somebody could
+# forget.
+FILL = (
+    "barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);\n                if (lane == 0)"
+)
 STAGE = "u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);"
 TOLD = "        barrier_wait(ring.item_empty + 8 * turn.stage, turn.parity ^ 1);\n"
 REVERSED = "index = given.phases == 3 ? items - 1 - index : index;\n        bool down ="
 ADDED = "add_release(given.counters + NUM_QUEUES + expert, 1)"
 A16, A8 = Problem("mxfp4"), Problem("mxfp4", "a8", "fp8")
-NARROW, WIDE, DEEP = Run(8, 12, 1, 0, 3), Run(40, 24, 1, 0, 2, "two"), Run(8, 12, 1)
+NARROW, WIDE, DEEP = Run(8, 12, 1, 0, 3), Run(40, 24, 1, 0, 3, "two"), Run(8, 12, 1)
 SEVERAL, ALONE = Run(8, 12, 3, 0, 3), Run(8, 12, 3, 0, 3, together=1)
 FAULTS = {
-    "a stage is filled before it was given back": (A16, WIDE, FILL, "if (lane == 0)", "race on"),
+    "a stage is filled before it was given back": (
+        A16,
+        WIDE,
+        FILL,
+        "if (lane == 0)",
+        "race on|has them all",
+    ),
     "a stage is given back too early": (
         *(A16, NARROW, STAGE, "u32 done = ring.empty + 8 * place.stage;"),
         "race on .* behind the read by wgmma|deadlock",
@@ -169,4 +180,6 @@ def test_more_blocks_than_items(problem):
 def test_without_a_slot_nothing_is_written(way):
     for problem in (A16, A8):
         found = slots_of(problem, Run(8, 12, 3, 4, 3, way, absent=True))
-        assert torch.equal(found.view(torch.uint8), torch.full_like(found, 0).view(torch.uint8) | 255)
+        assert torch.equal(
+            found.view(torch.uint8), torch.full_like(found, 0).view(torch.uint8) | 255
+        )

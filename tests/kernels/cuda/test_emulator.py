@@ -118,10 +118,11 @@ def test_lanes_exchange_as_cuda_says(seed):
     assert torch.equal(out[4], torch.full((32,), sum(1 << i for i in range(0, 30, 3))).int())
     assert torch.equal(out[5], torch.full((32,), 64).int())  # atomicAdd of both warps
     assert torch.equal(out[6], (31 - lane).int())  # the other warp's, behind __syncthreads
+    assert torch.equal(out[7].view(torch.float32), (lane ^ 1) * 0.5)
     # Four matrices of 8 x 8 halves, each transposed: row r of matrix m has lanes' column r.
     given = (lane[:, None, None] * 8 + torch.arange(4)[:, None] * 2 + torch.arange(2)).int()
     matrices = given.permute(1, 0, 2).reshape(4, 8, 8).transpose(1, 2).reshape(4, 32, 2)
-    stored = out[7:11].contiguous().view(torch.int16).view(4, 32, 2).int()
+    stored = out[8:12].contiguous().view(torch.int16).view(4, 32, 2).int()
     assert torch.equal(stored, matrices)
 
 
@@ -130,7 +131,7 @@ def test_lanes_exchange_as_cuda_says(seed):
     [
         (1, "_sync with mask ffffffff at .*, while other lanes of the warp are in __"),
         (2, "deadlock.*\n.*a collective of the warp"),
-        (3, r"sync_threads\(3, 64\): others wait there for 32 threads|.*\(3, 32\): .* 64 threads"),
+        (3, r"sync_threads\(3, 64\): others are there for 32 threads|.*\(3, 32\): .* 64 threads"),
         (4, "race on byte .* of __shared__ variables: the (read|write) by warp"),
         (5, "shared_address of .* which is not shared memory"),
     ],

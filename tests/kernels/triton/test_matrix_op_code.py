@@ -34,14 +34,20 @@ COLUMNS = {"gfx942": [4], "gfx950": [8]}
 LOOSE = re.compile(r"ftz|approx|\.full|ex2|lg2|^(add|sub|mul|mad)\.f(32|64)")
 
 
-@pytest.fixture(scope="module")
-def code(tmp_path_factory) -> dict[str, dict[str, Any]]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("ends", id="narrow and wide tiles"),
+        pytest.param("", id="every tile", marks=pytest.mark.long),
+    ],
+)
+def code(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
         "PYTHONPATH": os.pathsep.join((str(SOURCES), str(HELPERS))),
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
     }
-    command = [sys.executable, str(HELPERS / "matrix_op_code.py")]
+    command = [sys.executable, str(HELPERS / "matrix_op_code.py"), *request.param.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

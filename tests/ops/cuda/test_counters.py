@@ -1,4 +1,4 @@
-"""Which counters a launch of the experts kernel gets; torch.cuda is a fake, memory is on the CPU."""
+"""Which counters a launch of the experts kernel gets. torch.cuda is a fake, memory the CPU's."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field

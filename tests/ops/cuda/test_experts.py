@@ -139,9 +139,7 @@ def test_both_in_one(launched, numerics):
     assert one.early
     named = dict(zip(("gate", "up", "down"), weights, strict=True))
     sizes = {"num_experts": 4, "hidden": 384, "inner": 256, "top_k": 2}
-    assert one.arguments == told(
-        named, routes, x=x, h=h, out=out, phases=BOTH, limit=1.5, **sizes
-    )
+    assert one.arguments == told(named, routes, x=x, h=h, out=out, phases=BOTH, limit=1.5, **sizes)
     run_both(weights, tokens=300)
     assert [type(other.what) for other in launched[1:]] == [Pack, Variant]
 

@@ -35,9 +35,7 @@ def packed_rows(count: int, columns: int, units: str = "auto") -> Rows:
     return Rows(codes, scales) if units == "fp8" else Rows(wide, scales, wide)
 
 
-def run_gate_up(
-    weights, tokens=3, top_k=2, limit=None, units="auto", scratch=True, both=False
-):
+def run_gate_up(weights, tokens=3, top_k=2, limit=None, units="auto", scratch=True, both=False):
     """Or both: then slots come last."""
     gate, _, down = weights
     count = PACKED.rows_of_h(tokens * top_k, gate.num_experts)
@@ -49,7 +47,10 @@ def run_gate_up(
     )
     h = packed_rows(count, down.columns, units)
     routes, routing = routes_of(tokens * top_k, gate.num_experts), torch.empty(tokens, top_k)
-    given, out = Experts(weights, routes, limit, A8, routing), torch.empty(tokens * top_k, down.rows)
+    given, out = (
+        Experts(weights, routes, limit, A8, routing),
+        torch.empty(tokens * top_k, down.rows),
+    )
     if both:
         experts.gate_up_down(given, x, h, out)
         return x, h, routes, routing, out
@@ -193,9 +194,7 @@ def test_down(launched, units, early):
     assert (one.what.format, one.what.tokens) == ("mxfp4", 8)
     assert (one.what.units, one.what.slot_f32) == (units, True)
     sizes = {"num_experts": 4, "hidden": 384, "inner": 256, "top_k": 1}
-    assert one.arguments == told(
-        {"down": down}, routes, h=h, out=out, phases=2, limit=inf, **sizes
-    )
+    assert one.arguments == told({"down": down}, routes, h=h, out=out, phases=2, limit=inf, **sizes)
 
 
 def test_each_projection_may_divide(launched):

@@ -7,7 +7,6 @@ before it lies in a folder WORK of the output, which the end removes.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -26,6 +25,7 @@ from exactmoe.checkpoint.rewrite.files import (
     Entry,
     RawFiles,
     ShardWriter,
+    copy_file,
     entries_of,
     write_json,
     write_tensor,
@@ -114,8 +114,11 @@ def run(job: Job, workers: int | None = None, progress: Progress | None = None) 
     count = min(MAX_WORKERS, torch.get_num_threads()) if workers is None else workers
     work = _begin(job)
     rows: list[Row] = []
-    shards = [_Shard(job, file) for file in _files(job.checkpoint)]
-    shards = [shard for shard in shards if shard.entries]
+    inputs = [_Shard(job, file) for file in _files(job.checkpoint)]
+    shards = [shard for shard in inputs if shard.entries]
+    gone = sum(shard.nbytes for shard in inputs if not shard.entries)
+    if progress is not None and gone:  # all of these files is replaced elsewhere
+        progress(gone)
     with RawFiles(job.checkpoint.path) as raw:
         try:
             for shard in shards:
@@ -202,10 +205,11 @@ class _Shard:
                     rows += task.result()
                     if progress is not None:
                         progress(tasks[task])
+                if progress is not None:  # what the units do not share evenly
+                    progress(self.nbytes - sum(tasks.values()))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-            rows.sort(key=lambda row: row.name)
             # Before the shard gets its name: a shard that is there has its rows.
             write_json(self.job.out / WORK / f"{self.file}.json", [asdict(row) for row in rows])
         return rows
@@ -254,9 +258,7 @@ def _finish(job: Job, shards: Sequence[_Shard]) -> None:
     for path in sorted(source.iterdir()):
         own = path.name.startswith(".") or path.name in _WRITTEN
         if path.is_file() and not own and not path.name.endswith(_NOT_COPIED):
-            partial = out / f".{path.name}{PARTIAL}"
-            shutil.copyfile(path, partial)
-            os.replace(partial, out / path.name)
+            copy_file(path, out / path.name)
     if (source / INDEX).exists() or len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(out / INDEX, index)

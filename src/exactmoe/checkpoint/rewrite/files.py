@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -169,11 +171,26 @@ def sync_folder(folder: Path) -> None:
 def write_json(path: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:
     """Writes a JSON file at once: readers see the old one, none, or all of the new one."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    with _at_once(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file at once, as `write_json` writes one."""
+    with _at_once(path) as partial:
+        shutil.copyfile(source, partial)
+
+
+@contextmanager
+def _at_once(path: Path) -> Iterator[Path]:
+    """Gives the place of a partial file, which gets its name when it is on the disk."""
     partial = path.with_name(f".{path.name}{PARTIAL}")
-    with partial.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
+    yield partial
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     os.replace(partial, path)
     sync_folder(path.parent)
 

@@ -146,7 +146,7 @@ __device__ __forceinline__ void take_registers() {
     if constexpr (TOKENS >= (A8 ? 64 : 96)) {
         if constexpr (multiplies) more_registers<112>();
         else fewer_registers<32>();
-    } else if constexpr (TOKENS >= (A8 ? 40 : 64)) {
+    } else if constexpr (TOKENS >= (A8 ? 16 : 64)) {
         if constexpr (multiplies) more_registers<104>();
         else fewer_registers<64>();
     }

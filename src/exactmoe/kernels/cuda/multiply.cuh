@@ -24,11 +24,13 @@ struct Multiply {
             second_scale.load(scales_from + PANEL_SCALE_BYTES);
         };
         bool elected = threadIdx.x % 32 == 0;
-        u64 first_rows = operand(lane.rows, ROWS_BYTES);
+        // Of an operand's description, the low word alone moves with the stage.
+        constexpr u64 WORDS = u64(ROWS_BYTES / 16) << 32 | u64(1) << 62;
+        u32 first_rows = u32(operand(lane.rows, 0));
         if (N < 64) fetch();
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
-            u64 rows = first_rows + place.stage * (X_BYTES / 16);
+            u32 rows = first_rows + place.stage * (X_BYTES / 16);
             u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);
             if (N >= 64) fetch();
 #pragma unroll
@@ -49,7 +51,7 @@ struct Multiply {
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i) {
                     int step = begin + i;
-                    wgmma<N>(sums, a[i], rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16));
+                    wgmma<N>(sums, a[i], WORDS | (rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16)));
                 }
                 wgmma_commit();
                 turns.pass();

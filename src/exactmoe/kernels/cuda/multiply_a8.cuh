@@ -70,7 +70,7 @@ struct Multiply {
     // A stage's last instructions run on while the next stage's first operands are made.
     template <int N>
     __device__ __forceinline__ void run_ahead(float (&sums)[TOKENS / 2], Place& place) const {
-        u64 first_rows = operand(lane.rows, Operands::ROWS);
+        u32 first_rows = u32(operand(lane.rows, 0));
         bool elected = threadIdx.x % 32 == 0;
         float chain[TOKENS / 2];
         Factors<N> by{};  // zeros: the chain before the first adds nothing
@@ -80,7 +80,7 @@ struct Multiply {
         fetch(weights, place);
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
-            u64 rows = first_rows + place.stage * (X_BYTES / 16);
+            u32 rows = first_rows + place.stage * (X_BYTES / 16);
             weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, turns, [&]() {
                 wgmma_wait<0>();
                 add<N>(sums, chain, by);
@@ -102,7 +102,7 @@ struct Multiply {
     template <int N>
     __device__ __forceinline__ void run_in_turn(float (&sums)[TOKENS / 2], Place& place) const {
         constexpr int BATCHES = TOKENS > 64 ? 2 : 1, WIDTH = N / BATCHES;
-        u64 first_rows = operand(lane.rows, Operands::ROWS);
+        u32 first_rows = u32(operand(lane.rows, 0));
         bool elected = threadIdx.x % 32 == 0;
         // A chain begins at +0 by its first instruction; without a value here, the compiler lets no
         // two instructions of it overlap.
@@ -113,7 +113,7 @@ struct Multiply {
         for (u32 left = chunks; left > 0; --left, place.next()) {
             Operands weights;
             fetch(weights, place);
-            u64 rows = first_rows + place.stage * (X_BYTES / 16);
+            u32 rows = first_rows + place.stage * (X_BYTES / 16);
             u32 x_scales = lane.x_scales + place.stage * X_SCALE_BYTES;
             typename Operands::Whole whole(weights, first_offset, second_offset);
             float first, second;

@@ -67,10 +67,9 @@ class Variant:
 
     @property
     def _fixed_bytes(self) -> int:
+        staging = _STAGING_BYTES if self.tokens >= 24 else 0
         if self._a8:
             staging = self.tokens * 136
-        else:
-            staging = _STAGING_BYTES if self.tokens >= 24 else 0
         of_tokens = 4 * self.tokens * (8 if self._a8 else 4)
         return staging + of_tokens + _BARRIER_BYTES + _ALIGNMENT
 

@@ -1,7 +1,8 @@
-"""Counters of the experts kernel, by which its blocks tell each other what is taken and what is done.
+"""Counters of the experts kernel, by which its blocks tell each other what is taken and what is
+done.
 
-Zeros whenever no kernel runs: the kernel leaves them so. One set for each stream, and for each stream
-that captures CUDA graphs, whose replays must be ordered as their workspace asks it
+Zeros whenever no kernel runs: the kernel leaves them so. One set for each stream, and for each
+stream that captures CUDA graphs, whose replays must be ordered as their workspace asks it
 (runtime/workspace.py).
 """
 
@@ -37,8 +38,8 @@ def _zeros(device: torch.device, captured: bool) -> Tensor:
         if not captured:
             return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
         with allocating_beside_a_capture():
-            # Of a pool that nobody else draws from (callers: 0; runtime/streams.py: -1): torch hands
-            # streams out in turn, and one that is being captured cannot be waited for.
+            # Of a pool that nobody else draws from (callers: 0; runtime/streams.py: -1): torch
+            # hands streams out in turn, and one that is being captured cannot be waited for.
             beside = torch.cuda.Stream(device, priority=-2)
             with torch.cuda.stream(beside):
                 made = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)

@@ -26,11 +26,13 @@ CASES = {
     Problem("nvfp4", "a8", "fp8"): [Run(40, 44, 3, 7, 2), Run(8, 12, 1, 8, 3)],
     Problem("mxfp4", "a8", "both"): [Run(64, 40, 3, 9, 2), Run(16, 12, 3, 10, 2)],
     Problem("nvfp4", "a8", "bf16"): [Run(40, 44, 3, 11, 2), Run(8, 8, 7, 12, 2)],
+    Problem("nvfp4", "a8", "bf16", largest=True): [Run(40, 12, 3, 13, 2), Run(8, 8, 1, 14, 2)],
 }
 
 
 def label(problem: Problem) -> str:
-    return f"{problem.format} {problem.activation} {problem.units} {problem.experts}"
+    kind = " largest" * problem.largest
+    return f"{problem.format} {problem.activation} {problem.units} {problem.experts}{kind}"
 
 
 def assert_same_bytes_near_the_reference(problem: Problem, runs: list[Run]) -> None:

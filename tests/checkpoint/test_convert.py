@@ -25,14 +25,14 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def with_scale(folder: Path, name: str, value: float, shape: tuple[int, ...] = ()) -> None:
-    (file,) = (
-        p
-        for p in folder.glob("*.safetensors")
-        if name.partition(".input")[0] in p.read_bytes().decode("latin1")
-    )
+def with_scale(folder: Path, name: str, value: float) -> None:
+    with_tensor(folder, name, torch.tensor(value))
+
+
+def with_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
-    tensors[name] = torch.full(shape, value)
+    tensors[name] = tensor
     save_file(tensors, file)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"][name] = file.name
@@ -79,13 +79,64 @@ def test_a_scale_that_does_not_come_back(tmp_path: Path) -> None:
     assert [row.name for row in rows if not row.exact] == [BASE]
 
 
-@pytest.mark.parametrize("value", [1e-39, 3.4e38])
-def test_a_reciprocal_that_is_no_scale(tmp_path: Path, value: float) -> None:
-    """Subnormal on one side: engines that flush it would divide by zero."""
+@pytest.mark.parametrize("value", [2.0**-127, 2.0**127])
+@pytest.mark.parametrize("word", ["weight_scale_2", "input_scale"])
+def test_a_reciprocal_that_is_no_scale(tmp_path: Path, word: str, value: float) -> None:
+    """2^127 does come back from 2^-127, but an engine that flushes 2^-127 divides by zero."""
     source = write_synthetic(tmp_path / "in", Synthetic(shards=1))
-    with_scale(source, f"{BASE}.weight_scale_2", value)
-    with pytest.raises((ConfigError, Unsupported), match=BASE):
+    with_scale(source, f"{BASE}.{word}", value)
+    with pytest.raises(
+        Unsupported, match=rf"{BASE}.*the scale is .*; allowed: positive, finite and normal"
+    ):
+        convert_checkpoint(source, tmp_path / "out", "compressed-tensors", lossy=True)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, float("inf"), float("nan")])
+def test_an_input_scale_that_is_no_positive_number(tmp_path: Path, value: float) -> None:
+    source = write_synthetic(tmp_path / "in", Synthetic(shards=1))
+    with_scale(source, f"{BASE}.input_scale", value)
+    said = f"{BASE}.input_global_scale: the scale is {value}; allowed: positive"
+    with pytest.raises(Unsupported, match=said):
+        convert_checkpoint(source, tmp_path / "out", "compressed-tensors", lossy=True)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shown"),
+    [
+        (torch.ones(2), r"F32 \[2\]"),
+        (torch.ones(1, 1), r"F32 \[1, 1\]"),
+        (torch.ones(()).bfloat16(), "BF16"),
+    ],
+)
+def test_an_input_scale_of_another_kind(tmp_path: Path, tensor: torch.Tensor, shown: str) -> None:
+    source = write_synthetic(tmp_path / "in", Synthetic(shards=1))
+    with_tensor(source, f"{BASE}.input_scale", tensor)
+    with pytest.raises(Unsupported, match=rf"{BASE}.input_scale .*{shown}.* is no scale of one"):
         convert_checkpoint(source, tmp_path / "out", "compressed-tensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_input_scales_of_one_projection(tmp_path: Path) -> None:
+    source = write_synthetic(tmp_path / "in", Synthetic(shards=1))
+    for word in ("input_scale", "input_global_scale"):
+        with_scale(source, f"{BASE}.{word}", 0.5)
+    with pytest.raises(Unsupported, match=f"{BASE}.input_.* and {BASE}.input_.*; allowed: one"):
+        convert_checkpoint(source, tmp_path / "out", "compressed-tensors")
+
+
+@pytest.mark.parametrize(("dialect", "value"), [("modelopt", 0.25), ("compressed-tensors", 4.0)])
+def test_a_stack_has_one_input_scale(tmp_path: Path, dialect: str, value: float) -> None:
+    """ModelOpt's own: its reciprocal goes to compressed-tensors only."""
+    source = write_synthetic(tmp_path / "in", Synthetic(dialect="stacked-nvfp4", shards=1))
+    block = BASE.rpartition(".0.")[0]
+    with_scale(source, f"{block}.gate_up_proj_input_scale", 0.25)
+    convert_checkpoint(source, tmp_path / "out", dialect)
+    after = tensors_of(tmp_path / "out")
+    found = {name: float(t) for name, t in after.items() if "input" in name}
+    word = "input_scale" if dialect == "modelopt" else "input_global_scale"
+    words = ("gate_proj", "up_proj")
+    assert found == {f"{block}.{e}.{w}.{word}": value for e in range(4) for w in words}
 
 
 def test_stacked_experts_get_their_own_tensors(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from checkpoint_maker import (
 )
 from exactmoe.checkpoint import Checkpoint
 from exactmoe.errors import CheckpointError, ConfigError, Unsupported
+from exactmoe.load import load_layer
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-00003.safetensors"
@@ -206,3 +207,16 @@ def test_tensors_come_in_the_order_of_the_file(tmp_path: Path, tensors: Tensors)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     offsets = [info.offset for info in Checkpoint(tmp_path).tensors.values()]
     assert offsets == sorted(offsets) and len(offsets) == len(tensors)
+
+
+def test_the_empty_text_is_not_the_current_folder(
+    tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that nobody set must not open what happens to lie here."""
+    monkeypatch.chdir(write(tmp_path, glm_config(), tensors))
+    assert len(Checkpoint(".").tensors) == len(tensors)
+    said = "path is '', the empty text; allowed: a checkpoint folder"
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint("")
+    with pytest.raises(CheckpointError, match=said):
+        load_layer("", 1)

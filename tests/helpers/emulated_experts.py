@@ -37,6 +37,7 @@ class Problem:
         hidden: size of x, a multiple of 128.
         experts: how many there are.
         slot: type of the slots, "bf16" or "f32"; "f32" in a8.
+        largest: feature 0 of x is about the largest bf16 in three tokens, and meets zero codes.
     """
 
     format: str
@@ -45,6 +46,7 @@ class Problem:
     hidden: int = 256
     experts: int = 5
     slot: str = "bf16"
+    largest: bool = False
 
     @property
     def numerics(self) -> Numerics:
@@ -89,6 +91,9 @@ def weights_of(problem: Problem) -> tuple[PackedWeight, PackedWeight, PackedWeig
     hidden = problem.hidden
     sizes = (INNER, hidden), (INNER, hidden), (hidden, INNER)
     gate, up, down = (_weight(rng, problem, *size, i) for i, size in enumerate(sizes))
+    if problem.largest:
+        for weight in (gate, up):
+            weight.codes[:, :, 0] &= 0xF0
     return gate, up, down
 
 
@@ -128,6 +133,8 @@ def call(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """x bfloat16 [MOST, hidden], ids int32 [MOST, TOP_K], weights float32."""
     rng = generator("cpu", 6)
     x = torch.randn(MOST, problem.hidden, generator=rng).bfloat16()
+    if problem.largest:
+        x[:3, 0] = 3.3e38
     ids = 2 * torch.randint(0, (problem.experts + 1) // 2, (MOST,), generator=rng)
     ids = torch.stack((ids, torch.full_like(ids, BUSY)), 1).int()
     return x, ids, torch.rand(MOST, TOP_K, generator=rng) + 0.1

@@ -210,6 +210,14 @@ def test_a_missing_folder_is_named(tmp_path):
         load(tmp_path / "nowhere")
 
 
+def test_the_empty_text_is_not_the_current_folder(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint)
+    with pytest.raises(
+        CheckpointError, match="path is '', the empty text; allowed: a folder, or a hub id"
+    ):
+        load("")
+
+
 def test_a_hub_id_without_the_hub_is_named():
     with pytest.raises(
         CheckpointError, match="exactmoe-tests/none is no folder here and cannot be had"

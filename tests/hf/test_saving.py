@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exactmoe import load_layer
+from exactmoe.bank import Partition, SplitBank
 from exactmoe.checkpoint import Checkpoint
 from exactmoe.errors import CheckpointError, Unsupported
 from exactmoe.hf import blocks, load_model, save_model
-from exactmoe.hf.saving import read
+from exactmoe.hf.saving import _to_save, read
+from layers import random_bank
 from saved_bytes import assert_same_tensors, assert_saves_as, tensors_in
 
 
@@ -173,3 +175,46 @@ def test_a_float32_tensor_that_was_rounded_comes_back(family, write, tmp_path):
 
 def test_a_copy_and_a_cast_model_save_alike(model, checkpoint, tmp_path):
     assert_saves_as(copy.deepcopy(model), checkpoint, tmp_path)
+
+
+PARTS = ("codes", "scales", "global_scale")
+
+
+@pytest.fixture
+def to_host(monkeypatch):
+    """The tensors that were asked to go to the host since, by address."""
+    asked, real = [], torch.Tensor.cpu
+
+    def cpu(tensor):
+        asked.append(tensor.data_ptr())
+        return real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_arranged_experts_are_saved_over_the_host(rng, to_host, name):
+    """Their canonical copies would fill the card; those in canonical order are no copies."""
+    bank = random_bank(rng, "nvfp4", 2, 128, 128)
+    own = bank.packed(name)
+    before = {part: getattr(own, part).clone() for part in PARTS}
+    saved = _to_save(bank, name)
+    assert all(getattr(saved, part) is getattr(own, part) for part in PARTS) and not to_host
+    bank.arrange("fragment")
+    assert not bank.get_buffer(f"{name}_codes").equal(before["codes"])
+    saved = _to_save(bank, name)
+    assert all(getattr(saved, part).equal(before[part]) for part in PARTS)
+    assert len(to_host) == len(PARTS) and own.codes.data_ptr() not in to_host
+
+
+def test_experts_of_two_cards_are_saved_over_the_host(rng, to_host, monkeypatch):
+    bank = random_bank(rng, "nvfp4", 4, 128, 128)
+    own = bank.packed("down")
+    split = bank.split(Partition.of_lists([[0, 3], [1, 2]], 4), ("cpu", "cpu"), keep=True)
+    to_host.clear()
+    for cards, count in ((("cpu", "cpu"), 0), (("cuda:0", "cuda:1"), len(PARTS))):
+        monkeypatch.setattr(SplitBank, "cards", cards)
+        saved = _to_save(split, "down")
+        assert len(to_host) == count
+        assert all(getattr(saved, part).equal(getattr(own, part)) for part in PARTS)

@@ -4,12 +4,11 @@ from exactmoe.bench.cliff import Step, cliff_widths, steps
 from exactmoe.bench.plot import write_plot
 from exactmoe.bench.record import Record, write_csv
 from exactmoe.bench.run import PARTS, Bench, Settings
-from exactmoe.bench.shapes import FORMATS, SHAPES, Shape, parse_shape
+from exactmoe.bench.shapes import SHAPES, Shape, parse_shape
 from exactmoe.bench.tables import notes, tables
 from exactmoe.bench.timing import timer_of
 
 __all__ = [
-    "FORMATS",
     "PARTS",
     "SHAPES",
     "Bench",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from exactmoe.config import MoEConfig, RouterConfig
 from exactmoe.errors import ConfigError
-from exactmoe.formats import BLOCK
+from exactmoe.formats import BLOCK, FP4_FORMATS
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ SHAPES = {
         Shape("small", 512, 256, 32, 4, 256, (1024, 256), "nvfp4", _GLM_ROUTER),
     )
 }
-FORMATS = ("nvfp4", "mxfp4")
 
 
 def parse_shape(text: str) -> Shape:
@@ -71,7 +70,7 @@ def parse_shape(text: str) -> Shape:
         hidden, inner, experts, top_k = (int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--shape is {text!r}; allowed: {allowed}") from None
-    block = max(BLOCK[name] for name in FORMATS)
+    block = max(BLOCK[name] for name in FP4_FORMATS)
     if min(hidden, inner, experts, top_k) < 1 or top_k > experts:
         raise ConfigError(f"--shape is {text!r}; allowed: {allowed}")
     if hidden % block or inner % block:

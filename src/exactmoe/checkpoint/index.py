@@ -43,7 +43,7 @@ class Checkpoint:
         tensors: name -> TensorInfo, in the order of the files.
 
     Raises:
-        CheckpointError: a file is missing or unreadable, or index and files disagree.
+        CheckpointError: a file is missing or unreadable, index and files disagree, or `path` is "".
         ConfigError, Unsupported: config.json describes a model that cannot run here, or `numerics`
             is not allowed.
     """
@@ -52,8 +52,7 @@ class Checkpoint:
         if numerics is not None:
             # Here, so that config.json is not blamed for the caller's value.
             numerics = Numerics.of(numerics)
-        self.path = Path(path)
-        _require_folder(self.path)
+        self.path = _folder(path)
         self.config = read_json(self.path / "config.json")
         self.tensors = _read_tensors(self.path)
         _require_plausible(self.path / "config.json", self.config, self.tensors.values())
@@ -82,10 +81,14 @@ class Checkpoint:
         return list(itertools.takewhile(lambda name: name.startswith(prefix), names))
 
 
-def _require_folder(path: Path) -> None:
+def _folder(given: str | Path) -> Path:
+    if given == "":  # Path would take the current folder for it
+        raise CheckpointError("path is '', the empty text; allowed: a checkpoint folder")
+    path = Path(given)
     if not path.is_dir():
         what = "a file" if path.exists() else "not a folder"
         raise CheckpointError(f"{path} is {what}; allowed: a checkpoint folder")
+    return path
 
 
 def _require_plausible(path: Path, config: dict[str, Any], infos: Iterable[TensorInfo]) -> None:

@@ -15,6 +15,7 @@ from exactmoe.bench import Record, Settings
 from exactmoe.cli import options
 from exactmoe.cli.output import print_json, print_table, status
 from exactmoe.errors import ConfigError
+from exactmoe.formats import FP4_FORMATS
 from exactmoe.plan import architecture_name, tile
 from exactmoe.plan.tiles import TILES
 from exactmoe.proof import fingerprint
@@ -61,8 +62,8 @@ class What(options.Common):
         usual = "glm" if device.type == "cuda" else "small"
         shape = bench.parse_shape(usual if self.shape is None else self.shape)
         format = shape.format if self.format is None else self.format
-        if format not in bench.FORMATS:
-            raise ConfigError(f"--format is {format!r}; allowed: {', '.join(bench.FORMATS)}")
+        if format not in FP4_FORMATS:
+            raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FP4_FORMATS)}")
         widths: tuple[int, ...] = WIDTHS[device.type]
         options.checked_backend(self.backend)
         options.check_switches()

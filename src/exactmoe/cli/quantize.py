@@ -13,13 +13,13 @@ from exactmoe.checkpoint.rewrite import REPORT, QuantizeRequest, Row, quantize_c
 from exactmoe.cli import options
 from exactmoe.cli.output import folder_of, print_json, print_table, reading
 from exactmoe.errors import ConfigError, Unsupported
+from exactmoe.formats import FP4_FORMATS
 
 Source = Annotated[str, typer.Argument(metavar="IN", help="Checkpoint folder, or a hub id.")]
 Target = Annotated[str, typer.Argument(metavar="OUT", help="New folder, or one to continue.")]
 Workers = Annotated[
     int | None, typer.Option(metavar="N", help="Threads; by default torch's, at most 4.")
 ]
-FORMATS = ("nvfp4", "mxfp4")
 _SIZE = (11.0, 5.0)
 _DPI = 130
 
@@ -54,8 +54,8 @@ def command(
     ] = False,
 ) -> None:
     """Quantise or cast weights; continues where it was stopped."""
-    if format not in FORMATS:
-        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FORMATS)}")
+    if format not in FP4_FORMATS:
+        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FP4_FORMATS)}")
     options.require_folder("OUT", out)
     options.require_writable("--plot", run.plot, options.PICTURES)
     request = QuantizeRequest(format, rule, what, lossy)

@@ -9,14 +9,14 @@ from exactmoe.cli import options
 from exactmoe.cli.output import open_checkpoint, print_json, status
 from exactmoe.errors import ConfigError
 from exactmoe.layer import MoELayer
-from exactmoe.report.route_files import Facts
+from exactmoe.report.route_files import SUFFIXES, Facts
 from exactmoe.report.route_load import read_placement
 from exactmoe.report.route_page import Findings, examine, require_examinable, write
 from exactmoe.report.route_trace import CAPACITY, RouteTrace, tracing
 
 # Tokens of a text that run in one call.
 _WINDOW = 512
-KINDS = ("npz", "parquet")
+KINDS = tuple(suffix.removeprefix(".") for suffix in SUFFIXES)
 
 
 def command(

@@ -2,6 +2,7 @@
 
 from exactmoe.formats.packed import (
     BLOCK,
+    FP4_FORMATS,
     PackedWeight,
     apply_global_scale,
     dequantize,
@@ -13,6 +14,7 @@ from exactmoe.formats.units import fp8_exact
 
 __all__ = [
     "BLOCK",
+    "FP4_FORMATS",
     "PackedWeight",
     "apply_global_scale",
     "dequantize",

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from exactmoe.errors import Unsupported
 from exactmoe.formats import fragment_fp8
-from exactmoe.formats.packed import BLOCK, PackedWeight
+from exactmoe.formats.packed import BLOCK, FP4_FORMATS, PackedWeight
 from exactmoe.formats.scales import E8M0_BIAS
 
 PANEL = 128
 CHUNK = 128
-FORMATS = ("nvfp4", "mxfp4")
 # Experts are permuted in pieces of about this many bytes of codes.
 _PIECE_BYTES = 32 << 20
 # Of the four pairs of a word: where the sign and the magnitude's bits (high to low) of the low code
@@ -36,8 +35,8 @@ _ABSENT = 0xFF
 
 def unsupported(weight: PackedWeight) -> str | None:
     """Why a weight has no fragment order; None if it has one."""
-    if weight.format not in FORMATS:
-        return f"format is {weight.format}; allowed: {', '.join(FORMATS)}"
+    if weight.format not in FP4_FORMATS:
+        return f"format is {weight.format}; allowed: {', '.join(FP4_FORMATS)}"
     if weight.rows % PANEL or weight.columns % CHUNK:
         return (
             f"rows and k are {weight.rows} and {weight.columns}; "

@@ -15,6 +15,7 @@ from exactmoe.formats.scales import E4M3_NAN, E8M0_BIAS, E8M0_NAN, decode_e4m3, 
 
 # k per block scale (fp8: rows too); a bf16 row only has to fill the 16 lanes of a dot.
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "bf16": 16, "fp8": 128}
+FP4_FORMATS = ("nvfp4", "mxfp4")
 # What k is a multiple of: the last block of an fp8 row may be shorter.
 _COLUMNS = {**BLOCK, "fp8": 16}
 MAX_BINADES = 96

@@ -18,8 +18,13 @@ def checkpoint_folder(path: str | Path) -> Path:
     A hub id ("owner/name") that is no folder here is downloaded, or found in the hub's cache.
 
     Raises:
-        CheckpointError: no such folder, and no such model on the hub or no way to reach it.
+        CheckpointError: no such folder, and no such model on the hub or no way to reach it; or
+            `path` is "".
     """
+    if path == "":  # Path would take the current folder for it
+        raise CheckpointError(
+            "path is '', the empty text; allowed: a folder, or a hub id such as owner/name"
+        )
     folder = Path(path)
     if folder.is_dir():
         return folder

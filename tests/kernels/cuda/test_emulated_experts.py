@@ -34,12 +34,15 @@ CASES = {
         *(Run(64, 40, 3, 9, 3), Run(16, 12, 3, 10, 3, "two")),
     ],
     Problem("nvfp4", "a8", "bf16"): [Run(40, 44, 3, 11, 3, "two"), Run(8, 8, 7, 12, 3)],
+    Problem("nvfp4", "a8", "bf16", largest=True): [
+        *(Run(40, 12, 3, 13, 3, "two"), Run(8, 8, 1, 14, 3)),
+    ],
 }
 
 
 def label(problem: Problem) -> str:
     of = f"{problem.format} {problem.activation} {problem.units}"
-    return f"{of} {problem.hidden} {problem.experts}"
+    return f"{of} {problem.hidden} {problem.experts}" + " largest" * problem.largest
 
 
 def assert_same_bytes_near_the_reference(problem: Problem, runs: list[Run]) -> None:

@@ -35,6 +35,8 @@ from exactmoe.errors import ConfigError, Unsupported
 
 DIALECTS = {"modelopt": MODELOPT_NVFP4, "compressed-tensors": COMPRESSED_TENSORS_NVFP4}
 _INPUT_SCALE = {"modelopt": ("input_scale", ()), "compressed-tensors": ("input_global_scale", (1,))}
+# float32's smallest normal: engines that flush what is smaller would divide by zero.
+_LEAST = 2.0**-126
 
 
 def convert_checkpoint(
@@ -109,6 +111,9 @@ def _with_input_scale(checkpoint: Checkpoint, projection: Projection, dialect: s
             raise Unsupported(f"{info} is no scale of one projection; it cannot be converted")
     if not found:
         return projection
+    if len(found) > 1:
+        names = " and ".join(info.name for info in found.values())
+        raise Unsupported(f"{names} are scales of one projection; allowed: one of them")
     word, shape = _INPUT_SCALE[dialect]
     entry, (info, *_) = Entry(f"{projection.base}.{word}", "F32", shape), found.values()
     return replace(projection, extra=(entry,), input_scale=info)
@@ -124,10 +129,12 @@ def _converted(unit: Unit, projection: Projection, raw: RawFiles, lossy: bool) -
     extra = []
     for entry in projection.extra:
         assert projection.input_scale is not None
-        stored = raw.tensor(Stored(projection.input_scale))
-        value, comes_back = _reciprocal(stored.reshape(-1), entry.name, lossy)
+        value = raw.tensor(Stored(projection.input_scale)).reshape(-1)
+        # Stacked experts' is ModelOpt's already.
+        if not projection.input_scale.name.endswith(entry.name.rpartition(".")[2]):
+            value, comes_back = _reciprocal(value, entry.name, lossy)
+            exact = exact and comes_back
         extra.append((entry.name, value))
-        exact = exact and comes_back
     row = Row(projection.base, projection.what, dialect.name, unit.target.name, exact)
     return Made(after, row, tuple(extra))
 
@@ -135,10 +142,13 @@ def _converted(unit: Unit, projection: Projection, raw: RawFiles, lossy: bool) -
 def _reciprocal(scale: Tensor, name: str, lossy: bool) -> tuple[Tensor, bool]:
     """1 / scale in float32, and whether 1 / that is the scale again."""
     made = 1.0 / scale
-    usable = bool((torch.isfinite(made) & (made > 0)).all())
-    exact = usable and torch.equal(1.0 / made, scale)
-    if not usable:
-        raise Unsupported(f"{name}: the reciprocal of {float(scale[0])} is no float32 scale")
+    usable = torch.isfinite(made) & (made >= _LEAST) & (scale >= _LEAST)
+    if not bool(usable.all()):
+        raise Unsupported(
+            f"{name}: the scale is {float(scale[0])}; allowed: positive, finite and normal in "
+            "float32, and its reciprocal too"
+        )
+    exact = torch.equal(1.0 / made, scale)
     if not exact and not lossy:
         raise ConfigError(
             f"{name}: the scale {float(scale[0])!r} does not come back from its reciprocal; "

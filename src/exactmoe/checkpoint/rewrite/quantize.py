@@ -14,14 +14,13 @@ import torch
 from exactmoe.checkpoint.dialects import (
     COMPRESSED_TENSORS_MXFP4,
     DEEPSEEK_MXFP4,
-    FP8_DIALECTS,
     MODELOPT_NVFP4,
     PLAIN_BF16,
     Dialect,
-    detect,
 )
 from exactmoe.checkpoint.index import Checkpoint
-from exactmoe.checkpoint.plan import Source, Stored
+from exactmoe.checkpoint.linears import fp8_linears
+from exactmoe.checkpoint.plan import Source
 from exactmoe.checkpoint.quantize import Quantization
 from exactmoe.checkpoint.rewrite.casts import (
     exact_cast,
@@ -174,25 +173,11 @@ def _plan(checkpoint: Checkpoint, request: QuantizeRequest, target: Dialect) -> 
 
 def _fp8_to_bf16(checkpoint: Checkpoint, replaced: frozenset[str]) -> list[Unit]:
     """The FP8 weights that are left, wherever they stand."""
-    units = []
-    for info in checkpoint.tensors.values():
-        base, _, leaf = info.name.rpartition(".")
-        if info.dtype != "F8_E4M3" or leaf != "weight" or info.name in replaced:
-            continue
-        found = {f".{word}": i for word, i in checkpoint.leaves(base).items()}
-        fits = detect({suffix: i.dtype for suffix, i in found.items()}, FP8_DIALECTS)
-        if len(fits) != 1 or len(info.shape) != 2:
-            raise Unsupported(f"{info} is FP8 without 128x128 block scales; it cannot be BF16")
-        rows, columns = info.shape
-        source = Source(base, fits[0], {part: Stored(found[part.suffix]) for part in fits[0].parts})
-        for part, stored in source.parts.items():
-            if stored.info.shape != part.shape(rows, columns):
-                raise CheckpointError(
-                    f"{stored}: shape {list(stored.info.shape)}; expected "
-                    f"{list(part.shape(rows, columns))}"
-                )
-        units.append(Unit(PLAIN_BF16, (Projection("other", base, source, rows, columns),)))
-    return units
+    left = [info for info in checkpoint.tensors.values() if info.name not in replaced]
+    return [
+        Unit(PLAIN_BF16, (Projection("other", base, plan.sources[0], plan.rows, plan.columns),))
+        for base, plan in fp8_linears(left).items()
+    ]
 
 
 def _make(unit: Unit, raw: RawFiles, request: QuantizeRequest) -> Sequence[Made]:

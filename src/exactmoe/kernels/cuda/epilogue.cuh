@@ -18,20 +18,38 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
 // What a warpgroup knows of an item's tokens, in shared memory of its own: slots, and in a8 their
 // routing weights. The slots are asked for before it multiplies.
 struct Tokens {
+    static constexpr bool HELD = A8 || TOKENS > 16;  // the others' are read where they are needed
     u32 slots, weights, barrier;
 
     __device__ __forceinline__ Tokens(u32 memory, u32 group)
         : slots(memory + group * TOKENS_BYTES), weights(slots + TOKENS * 4), barrier(1 + group) {}
 
     __device__ __forceinline__ void ask(const Arguments& given, const Item& item) const {
+        if (!HELD) return;
         u32 thread = threadIdx.x % 128;
         sync_threads(barrier, 128);  // the item before is done with them
         if (thread < item.count) copy_4(slots + thread * 4, given.slots + item.first + thread);
     }
 
     __device__ __forceinline__ void wait() const {
+        if (!HELD) return;
         copies_wait();
         sync_threads(barrier, 128);
+    }
+
+    // Of the item's tokens `token` and the next; `token` is even.
+    __device__ __forceinline__ void two_slots(u32 (&found)[2], const Arguments& given,
+                                              const Item& item, u32 token) const {
+        if (HELD) return load_8(found, slots + token * 4);
+        for (u32 j = 0; j < 2; ++j)
+            found[j] = token + j < item.count ? given.slots[item.first + token + j] : 0;
+    }
+
+    __device__ __forceinline__ u32 slot(const Arguments& given, const Item& item, u32 token) const {
+        if (!HELD) return given.slots[item.first + token];
+        u32 found;
+        load_4(found, slots + token * 4);
+        return found;
     }
 
     __device__ __forceinline__ void load_weights(const Arguments& given, const Item& item) const {
@@ -48,11 +66,9 @@ struct Tokens {
 template <u32 phase>
 __device__ __forceinline__ u16* place_of(const Arguments& given, const Item& item,
                                          const Tokens& tokens, u32 token, u32 eighth) {
-    if (phase == DOWN) {
-        u32 slot;
-        load_4(slot, tokens.slots + token * 4);
-        return static_cast<u16*>(given.out) + u64(slot) * given.hidden + eighth * 8;
-    }
+    if (phase == DOWN)
+        return static_cast<u16*>(given.out) +
+               u64(tokens.slot(given, item, token)) * given.hidden + eighth * 8;
     u64 half = (item.piece(given.inner / CHUNK, eighth / 16) + token / 8) * 2 + eighth / 8 % 2;
     return reinterpret_cast<u16*>(given.h.values) + half * 512 + token % 8 * 64 +
            (eighth % 8 ^ token % 8) * 8;
@@ -95,7 +111,7 @@ __device__ __forceinline__ void store_panel(const u32 (&words)[TOKENS / 8], cons
 
 template <bool divides>
 __device__ __forceinline__ void finish_gate_up(const float (&sums)[TOKENS / 2],
-                                               const Arguments& given, const Item& item,
+                                               const Arguments& given, const WholeItem& item,
                                                const Tokens& tokens, u32 staging, u32 warp,
                                                u32 lane) {
     u32 words[TOKENS / 8];
@@ -118,8 +134,8 @@ __device__ __forceinline__ void finish_gate_up(const float (&sums)[TOKENS / 2],
 // Eight lanes write 32 bytes of a token.
 template <bool divides>
 __device__ __forceinline__ void finish_down(const float (&sums)[TOKENS / 2], const Arguments& given,
-                                            const Item& item, const Tokens& tokens, u32, u32 warp,
-                                            u32 lane) {
+                                            const WholeItem& item, const Tokens& tokens, u32,
+                                            u32 warp, u32 lane) {
     u32 column = 2 * item.block * PANEL, count = item.count, divide = given.divide & 4;
     bool both = column + PANEL < given.hidden;
     float factor = item.first_factor;
@@ -128,7 +144,7 @@ __device__ __forceinline__ void finish_down(const float (&sums)[TOKENS / 2], con
     for (u32 i = 0; i < TOKENS / 8; ++i) {
         if (8 * i >= count) break;
         u32 token = 8 * i + lane % 4 * 2, slots[2];
-        load_8(slots, tokens.slots + token * 4);
+        tokens.two_slots(slots, given, item, token);
 #pragma unroll
         for (u32 j = 0; j < 2; ++j) {
             float* row = out + u64(slots[j]) * given.hidden;
@@ -144,8 +160,8 @@ __device__ __forceinline__ void finish_down(const float (&sums)[TOKENS / 2], con
 #else
 template <bool divides>
 __device__ __forceinline__ void finish_down(const float (&sums)[TOKENS / 2], const Arguments& given,
-                                            const Item& item, const Tokens& tokens, u32 staging,
-                                            u32 warp, u32 lane) {
+                                            const WholeItem& item, const Tokens& tokens,
+                                            u32 staging, u32 warp, u32 lane) {
     u32 count = item.count, divide = given.divide & 4;
     float factor = item.first_factor;
 #pragma unroll

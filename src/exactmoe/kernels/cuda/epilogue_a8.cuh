@@ -22,7 +22,7 @@ __device__ __forceinline__ bool finite(u32 amax) { return amax < 0x7F800000u; }
 // `turn` counts the items of gate_up of this block.
 template <bool divides>
 __device__ __forceinline__ void finish_a8(const float (&sums)[TOKENS / 2], const Arguments& given,
-                                          const Item& item, const Tokens& tokens, u32 staging,
+                                          const WholeItem& item, const Tokens& tokens, u32 staging,
                                           u32 turn, u32 warp, u32 lane) {
     u32 amax = staging + TOKENS * 128;
     u32 mine = amax + (turn & 1) * AMAX_BYTES, other = amax + (~turn & 1) * AMAX_BYTES;

@@ -40,6 +40,7 @@ experts(const __grid_constant__ Arguments given) {
     ring.empty = ring.full + 8 * STAGES;
     ring.item_full = ring.empty + 8 * STAGES;
     ring.item_empty = ring.item_full + 8 * ITEMS;
+    ring.factors_full = ring.item_empty + 8 * ITEMS;
     u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
@@ -50,6 +51,7 @@ experts(const __grid_constant__ Arguments given) {
         for (u32 item = 0; item < ITEMS; ++item) {
             barrier_init(ring.item_full + 8 * item, 1);
             barrier_init(ring.item_empty + 8 * item, WARPS + ROWS_WARPS);
+            barrier_init(ring.factors_full + 8 * item, 1);
         }
         barrier_init_fence();
     }
@@ -59,12 +61,12 @@ experts(const __grid_constant__ Arguments given) {
 #if A8
     clear_amax(staging, threadIdx.x);
 #endif
-    __syncthreads();
     // down alone may start while gate_up ends: the route table is older, only h has to be waited for.
     if (given.phases & GATE_UP) {
         wait_for_earlier_kernels();
         let_later_kernels_start();
     }
+    work.count(given.offsets, given.num_experts);
     if (warp >= WARPS) {
         take_registers<false>();
         if (warp == WARPS) fill_weights(given, ring, work, lane);
@@ -78,10 +80,11 @@ experts(const __grid_constant__ Arguments given) {
     Turns turns(warp / 4);
     for (u32 turn = 0;; told.next()) {
         barrier_wait(ring.item_full + 8 * told.stage, told.parity);
-        const Item& item = work.items[told.stage];
+        const WholeItem& item = work.items[told.stage];
         u32 phase = item.phase;
         if (phase == 0) break;
         Tokens(of_tokens, warp / 4).ask(given, item);
+        barrier_wait(ring.factors_full + 8 * told.stage, told.parity);
         float sums[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;

@@ -67,7 +67,6 @@ struct Item {
     u32 eights;  // of the expert
     u32 eight;   // of the item's first row, in the expert
     u32 tiles;   // of the expert
-    float first_factor, second_factor;
     u32 first_on_fp8, second_on_fp8;
 
     // Packed rows of k columns are pieces of eight rows x 128 of k. The eights of expert e begin at
@@ -78,36 +77,48 @@ struct Item {
     }
 };
 
+// The factors come later.
+struct WholeItem : Item {
+    float first_factor, second_factor;
+};
+
 struct Work {
     u32 tiles_before[MAX_EXPERTS + 1];  // of experts 0 ... e - 1
     u32 offsets[MAX_EXPERTS + 1];
-    Item items[ITEMS];
+    u32 of_warp[THREADS / 32];
+    WholeItem items[ITEMS];
 
     __device__ __forceinline__ u32 tiles_of(u32 expert) const {
         return (offsets[expert + 1] - offsets[expert] + TOKENS - 1) / TOKENS;
     }
 
-    // By all lanes of a warp; each looks after some experts that follow one another.
-    __device__ __forceinline__ void count(const int* from, u32 experts, u32 lane) {
-#pragma unroll 8
-        for (u32 expert = lane; expert <= experts; expert += 32) offsets[expert] = from[expert];
-        __syncwarp();
-        u32 each = (experts + 31) / 32, begin = lane * each, end = begin + each, own = 0;
-        end = end < experts ? end : experts;
-        for (u32 expert = begin; expert < end; ++expert) own += tiles_of(expert);
-        u32 inclusive = own;
+    // By all threads of the block; each looks after two experts. One warp alone takes 4 us for it.
+    __device__ __forceinline__ void count(const int* from, u32 experts) {
+        static_assert(2 * THREADS >= MAX_EXPERTS, "two experts a thread");
+        u32 thread = threadIdx.x, lane = thread % 32, expert = 2 * thread;
+        u32 begin = expert <= experts ? from[expert] : 0, end = begin, last = begin;
+        if (expert < experts) end = last = from[expert + 1];
+        if (expert + 1 < experts) last = from[expert + 2];
+        u32 own = (end - begin + TOKENS - 1) / TOKENS, sum = own + (last - end + TOKENS - 1) / TOKENS;
+        u32 inclusive = sum;
 #pragma unroll
         for (u32 distance = 1; distance < 32; distance *= 2) {
             u32 other = __shfl_up_sync(~0u, inclusive, distance);
             if (lane >= distance) inclusive += other;
         }
-        u32 before = inclusive - own;
-        for (u32 expert = begin; expert < end; ++expert) {
+        if (lane == 31) of_warp[thread / 32] = inclusive;
+        __syncthreads();
+        if (expert <= experts) {
+            u32 before = inclusive - sum;
+            for (u32 warp = 0; warp < thread / 32; ++warp) before += of_warp[warp];
             tiles_before[expert] = before;
-            before += tiles_of(expert);
+            offsets[expert] = begin;
+            if (expert < experts) {
+                tiles_before[expert + 1] = before + own;
+                offsets[expert + 1] = end;
+            }
         }
-        if (lane == 31) tiles_before[experts] = inclusive;
-        __syncwarp();
+        __syncthreads();
     }
 
     // By all lanes of a warp: the last expert whose tiles begin at or before this one.

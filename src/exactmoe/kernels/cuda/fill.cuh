@@ -8,7 +8,7 @@ constexpr u32 NUM_QUEUES = 4;  // counters: of the next item, by phases; then of
 
 // Shared memory addresses: of the first stage, and of barriers.
 struct Ring {
-    u32 x, codes, scales, x_scales, full, empty, item_full, item_empty;
+    u32 x, codes, scales, x_scales, full, empty, item_full, item_empty, factors_full;
 };
 
 // Where a lane reads in the ring's first stage.
@@ -32,11 +32,8 @@ struct Passes {
     }
 };
 
-// Tells an item to all other warps; factors and units of the two projections are those of lanes 0, 1.
-__device__ __forceinline__ void tell(Item& told, Item item, float factor, u32 on_fp8, u32 full,
-                                     u32 lane) {
-    item.first_factor = __uint_as_float(__shfl_sync(~0u, __float_as_uint(factor), 0));
-    item.second_factor = __uint_as_float(__shfl_sync(~0u, __float_as_uint(factor), 1));
+// Units of the two projections are those of lanes 0, 1.
+__device__ __forceinline__ void tell(Item& told, Item item, u32 on_fp8, u32 full, u32 lane) {
     item.first_on_fp8 = __shfl_sync(~0u, on_fp8, 0);
     item.second_on_fp8 = __shfl_sync(~0u, on_fp8, 1);
     if (lane == 0) {
@@ -45,12 +42,23 @@ __device__ __forceinline__ void tell(Item& told, Item item, float factor, u32 on
     }
 }
 
+// So are their factors, which come later: rows need none.
+__device__ __forceinline__ void tell_factors(WholeItem& told, float factor, u32 full, u32 lane) {
+    float second = __shfl_sync(~0u, factor, 1);
+    if (lane == 0) {
+        told.first_factor = factor;
+        told.second_factor = second;
+        barrier_arrive(full);
+    }
+}
+
 // One warp: takes items and copies their weights.
 __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring& ring, Work& work,
                                              u32 lane) {
+    constexpr u32 AHEAD = 2;  // stages of an item to go when the next one is taken: it is late enough
+                              // that a free block takes it before one that is busy
     u32* next = given.counters + given.phases - 1;
     u32 index = lane == 0 ? atomicAdd(next, 1u) : 0;
-    work.count(given.offsets, given.num_experts, lane);
     u32 tiles = work.tiles_before[given.num_experts];
     u32 of_gate_up = given.phases & GATE_UP ? tiles * given.gate_up_blocks() : 0;
     u32 items = of_gate_up + (given.phases & DOWN ? tiles * given.down_blocks() : 0);
@@ -69,8 +77,6 @@ __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring&
         u32 rest = down ? index - of_gate_up : index;
         Item item = work.find(given.num_experts, rest / blocks, rest % blocks, lane);
         item.phase = down ? DOWN : GATE_UP;
-        index = lane == 0 ? atomicAdd(next, 1u) : 0;  // arrives while this item is copied
-
         const Projection& weight = down ? given.down : second ? given.up : given.gate;
         float factor = weight.factors[item.expert];
         u32 on_fp8 = MIXED ? weight.on_fp8[item.expert] : UNITS_FP8;
@@ -80,7 +86,8 @@ __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring&
         const u8* source = (codes ? weight.codes : weight.scales) +
                            item.expert * (codes ? weight.code_stride : weight.scale_stride) +
                            u64(panel) * chunks * bytes;
-        u32 passes = 1;
+        tell(work.items[turn.stage], item, on_fp8, ring.item_full + 8 * turn.stage, lane);
+        u32 passes = 1, take = chunks > AHEAD ? chunks - AHEAD : 0;
         if (MIXED) passes += __shfl_sync(~0u, on_fp8, 0) != __shfl_sync(~0u, on_fp8, 1);
 #pragma unroll 1
         for (u32 pass = 0; pass < passes; ++pass) {
@@ -94,13 +101,14 @@ __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring&
                     copy_bulk(target + place.stage * 2 * bytes, source + chunk * bytes, bytes, full);
                 // Behind the first copies: the factors come from far away.
                 if (pass == 0 && chunk == 0)
-                    tell(work.items[turn.stage], item, factor, on_fp8,
-                         ring.item_full + 8 * turn.stage, lane);
+                    tell_factors(work.items[turn.stage], factor, ring.factors_full + 8 * turn.stage,
+                                 lane);
+                if (pass + 1 == passes && chunk == take) index = lane == 0 ? atomicAdd(next, 1u) : 0;
             }
         }
         turn.next();
     }
-    tell(work.items[turn.stage], Item{}, 0.0f, 0, ring.item_full + 8 * turn.stage, lane);
+    tell(work.items[turn.stage], Item{}, 0, ring.item_full + 8 * turn.stage, lane);
     // The last block of the grid to find nothing more.
     if (lane == 0 && index == items + gridDim.x - 1) atomicExch(next, 0u);
 }

@@ -10,7 +10,7 @@ struct Multiply {
     bool first_counts, second_counts;  // MIXED: of the projections, which run on these units
 
     __device__ __forceinline__ Multiply(const Ring& ring, const Lane& lane, u32 chunks,
-                                        const Turns& turns, const Item& item)
+                                        const Turns& turns, const WholeItem& item)
         : ring(ring), lane(lane), chunks(chunks),
           first_offset(Operands::offset(item.first_factor)),
           second_offset(Operands::offset(item.second_factor)), turns(turns) {}

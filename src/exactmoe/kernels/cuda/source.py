@@ -34,7 +34,7 @@ THREADS = 640
 _SHARED_BYTES = 232448 - 8704
 _PANEL_BYTES = {"nvfp4": 8192 + 1024, "mxfp4": 8192 + 512}
 _STAGING_BYTES = 4 * 32 * 80
-_BARRIER_BYTES = 256
+_BARRIER_BYTES = 8 * (2 * 12 + 3 * 4)
 _ALIGNMENT = 1024
 _MOST_STAGES = 12
 # Wider tiles read packed rows.

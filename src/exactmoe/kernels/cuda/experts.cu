@@ -121,7 +121,7 @@ experts(const __grid_constant__ Arguments given) {
         }
 #else
         Multiply multiply{ring, in_ring, chunks, bf16_offset(item.first_factor),
-                          bf16_offset(item.second_factor), turns};
+                          bf16_offset(item.second_factor)};
         WIDTHS(item.count, multiply.run, sums, place)
         Tokens tokens(of_tokens, warp / 4);
         tokens.wait();
@@ -133,13 +133,13 @@ experts(const __grid_constant__ Arguments given) {
 #endif
         else if (divides) finish_down<true>(sums, given, item, tokens, staging + warp / 4 * OUT_BYTES, warp, lane);
         else finish_down<false>(sums, given, item, tokens, staging + warp / 4 * OUT_BYTES, warp, lane);
-        if (phase == GATE_UP && given.phases != GATE_UP) proxy_fence_global();
+        bool waited_for = phase == GATE_UP && given.phases != GATE_UP;
+        if (waited_for) proxy_fence_global();
         u32 expert = item.expert;
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(ring.item_empty + 8 * told.stage);
-            if (phase == GATE_UP && given.phases != GATE_UP)
-                add_release(given.counters + NUM_QUEUES + expert, 1);
+            if (waited_for) add_release(given.counters + NUM_QUEUES + expert, 1);
         }
     }
     turns.end();

@@ -55,8 +55,8 @@ __device__ __forceinline__ void tell_factors(WholeItem& told, float factor, u32 
 // One warp: takes items and copies their weights.
 __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring& ring, Work& work,
                                              u32 lane) {
-    constexpr u32 AHEAD = 2;  // stages of an item to go when the next one is taken: it is late enough
-                              // that a free block takes it before one that is busy
+    // Stages to go when the next item is taken: not long ahead, for a free block may take it.
+    constexpr u32 AHEAD = 2;
     u32* next = given.counters + given.phases - 1;
     u32 index = lane == 0 ? atomicAdd(next, 1u) : 0;
     u32 tiles = work.tiles_before[given.num_experts];
@@ -99,7 +99,6 @@ __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring&
                 __syncwarp();
                 if (lane < 4)
                     copy_bulk(target + place.stage * 2 * bytes, source + chunk * bytes, bytes, full);
-                // Behind the first copies: the factors come from far away.
                 if (pass == 0 && chunk == 0)
                     tell_factors(work.items[turn.stage], factor, ring.factors_full + 8 * turn.stage,
                                  lane);

@@ -4,7 +4,6 @@ struct Multiply {
     Ring ring;
     Lane lane;
     u32 chunks, first_offset, second_offset;
-    Turns turns;
 
     // sums [64, N] of the first N token columns, along all of k. N <= TOKENS is a multiple of 8 that
     // holds the item's tokens: wgmma gives a column the same bits for every N.
@@ -24,13 +23,11 @@ struct Multiply {
             second_scale.load(scales_from + PANEL_SCALE_BYTES);
         };
         bool elected = threadIdx.x % 32 == 0;
-        // Of an operand's description, the low word alone moves with the stage.
-        constexpr u64 WORDS = u64(ROWS_BYTES / 16) << 32 | u64(1) << 62;
-        u32 first_rows = u32(operand(lane.rows, 0));
+        u64 first_rows = operand(lane.rows, ROWS_BYTES);
         if (N < 64) fetch();
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
-            u32 rows = first_rows + place.stage * (X_BYTES / 16);
+            u64 rows = first_rows + place.stage * (X_BYTES / 16);
             u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);
             if (N >= 64) fetch();
 #pragma unroll
@@ -44,17 +41,13 @@ struct Multiply {
                     place.next();
                     if (N < 64 && left > 1) fetch();  // while the matrix units work
                 }
-#pragma unroll
-                for (int i = 0; i < GROUP; ++i) made(a[i]);
-                turns.wait();
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i) {
                     int step = begin + i;
-                    wgmma<N>(sums, a[i], WORDS | (rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16)));
+                    wgmma<N>(sums, a[i], rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16));
                 }
                 wgmma_commit();
-                turns.pass();
                 if (OVERLAP || begin + GROUP < 8) wgmma_wait<1>();
                 else wgmma_wait<0>();
                 // Behind the first group of this stage, all of the one before is done.

@@ -16,7 +16,8 @@ from small_layers import small_layer
 
 STORAGE = replace(ops.DECODED, packed=True, one_launch=True, reads_given=True)
 WAYS = {
-    "default": ({}, ["gate_up_down"]),
+    "few slots": ({}, ["gate_up_down"]),
+    "one": ({"EXACTMOE_EXPERTS": "one"}, ["gate_up_down"]),
     "two": ({"EXACTMOE_EXPERTS": "two"}, ["gate_up", "down"]),
     "a token at a time": ({"EXACTMOE_UNION": "off"}, ["gate_up_down"] * 3),
 }
@@ -81,6 +82,22 @@ def test_launches_of_a_call(layer, call, monkeypatch, way):
     layer.reserve(16)
     assert_same_bits(layer.experts(*call), expected)
     assert launched == names
+
+
+def test_many_slots_take_two_launches(rng, layer, monkeypatch):
+    x = torch.randn(33, layer.config.hidden_size, generator=rng).bfloat16()
+    ids = torch.tensor([[0, 3]] * 33, dtype=torch.int32)
+    weights = torch.rand(33, 2, generator=rng)
+    expected = {
+        tokens: layer.experts(x[:tokens], ids[:tokens], weights[:tokens]) for tokens in (32, 33)
+    }
+    launched = use_both(monkeypatch)
+    layer.reserve(33)
+    for tokens, names in ((32, ["gate_up_down"]), (33, ["gate_up", "down"])):
+        launched.clear()
+        found = layer.experts(x[:tokens], ids[:tokens], weights[:tokens])
+        assert_same_bits(found, expected[tokens])
+        assert launched == names
 
 
 def test_a_profile_splits_the_launch(layer, call, monkeypatch):

@@ -120,11 +120,11 @@ SWITCHES: dict[str, Switch] = {
         ),
         Switch(
             name="EXACTMOE_EXPERTS",
-            parse=_choice("one", "two"),
-            default="one",
-            allowed="one, two",
-            meaning="two, for comparison: gate_up and down of routed experts in two launches on "
-            "the sm_90 path, instead of one.",
+            parse=_choice("auto", "one", "two"),
+            default="auto",
+            allowed="auto, one, two",
+            meaning="for comparison: gate_up and down of routed experts in one launch or in two on "
+            "the sm_90 path; auto takes what is faster at the call's width.",
         ),
         Switch(
             name="EXACTMOE_EARLY",

@@ -22,7 +22,7 @@ from exactmoe.ops.path import ExpertSettings
 from exactmoe.parallel import Answer, Cards, Message, Program, Vectors, Wire, exchange
 from exactmoe.parallel.cards import OWNER, arrays_of, prefixed
 from exactmoe.plan import TileChoice, first_line, tiles_of
-from exactmoe.plan.tiles import TILES
+from exactmoe.plan.tiles import TILES, in_one_launch
 from exactmoe.runtime import workspace
 from exactmoe.runtime.devices import capturing
 from exactmoe.runtime.routes import RouteTable
@@ -195,7 +195,7 @@ def program(
         packed = _packed(space, "h", count)
         rows = Rows(rows.values, rows.scales, _packed(space, "packed", count))
 
-        if _in_one_launch(space):
+        if _in_one_launch(space, num_slots):
             settings = ExpertSettings(limit, layer.numerics, weights)
             return _in_one(path, rows, (gate, up, down), launches, settings, packed, slots)
 
@@ -212,7 +212,7 @@ def program(
     if store.packed:
         rows = Rows(rows.values, rows.scales, space.rows("packed_x", count))
 
-        if _in_one_launch(space):
+        if _in_one_launch(space, num_slots):
             settings = ExpertSettings(limit, layer.numerics, None)
             return _in_one(path, rows, (gate, up, down), launches, settings, Rows(h, None), slots)
 
@@ -228,9 +228,9 @@ def program(
     return Program(first, second)
 
 
-def _in_one_launch(space: Space) -> bool:
+def _in_one_launch(space: Space, num_slots: int) -> bool:
     """Steps that somebody times are launched one by one."""
-    one = space.path.storage.one_launch and lever("EXACTMOE_EXPERTS") == "one"
+    one = space.path.storage.one_launch and in_one_launch(num_slots, lever("EXACTMOE_EXPERTS"))
     return one and space.spans is None
 
 

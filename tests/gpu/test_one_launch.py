@@ -56,6 +56,7 @@ def test_one_launch_has_the_bits_of_two(layer, tokens):
     with counters_zero():
         one = layer(x)
         for name, value in (
+            ("EXACTMOE_EXPERTS", "one"),
             ("EXACTMOE_EXPERTS", "two"),
             ("EXACTMOE_HOST_LOOP", "on"),
             *((("EXACTMOE_UNION", "off"),) if tokens < 50 else ()),

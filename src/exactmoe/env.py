@@ -119,6 +119,22 @@ SWITCHES: dict[str, Switch] = {
             "portable GPU path, instead of one.",
         ),
         Switch(
+            name="EXACTMOE_EXPERTS",
+            parse=_choice("auto", "one", "two"),
+            default="auto",
+            allowed="auto, one, two",
+            meaning="for comparison: gate_up and down of routed experts in one launch or in two on "
+            "the sm_90 path; auto takes what is faster at the call's width.",
+        ),
+        Switch(
+            name="EXACTMOE_EARLY",
+            parse=_on_off,
+            default=True,
+            allowed="on, off",
+            meaning="off, for comparison: no kernel starts while the one before it ends (sm_90, "
+            "sm_100).",
+        ),
+        Switch(
             name="EXACTMOE_CACHE",
             parse=Path,
             default=None,

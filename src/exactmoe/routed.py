@@ -5,7 +5,7 @@ token, so that each reads its own experts; `EXACTMOE_HOST_LOOP=on` lets the host
 table and launch each expert by itself.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.formats.units import PIECE
 from exactmoe.ops import Path, Storage
+from exactmoe.ops.path import ExpertSettings
 from exactmoe.parallel import Answer, Cards, Message, Program, Vectors, Wire, exchange
 from exactmoe.parallel.cards import OWNER, arrays_of, prefixed
 from exactmoe.plan import TileChoice, first_line, tiles_of
-from exactmoe.plan.tiles import TILES
+from exactmoe.plan.tiles import TILES, in_one_launch
 from exactmoe.runtime import workspace
 from exactmoe.runtime.devices import capturing
 from exactmoe.runtime.routes import RouteTable
@@ -194,6 +195,10 @@ def program(
         packed = _packed(space, "h", count)
         rows = Rows(rows.values, rows.scales, _packed(space, "packed", count))
 
+        if _in_one_launch(space, num_slots):
+            settings = ExpertSettings(limit, layer.numerics, weights)
+            return _in_one(path, rows, (gate, up, down), launches, settings, packed, slots)
+
         def first_quantized() -> None:
             for routes in launches:
                 path.gate_up_quantized(rows, (gate, up, down), routes, weights, limit, packed)
@@ -207,6 +212,10 @@ def program(
     if store.packed:
         rows = Rows(rows.values, rows.scales, space.rows("packed_x", count))
 
+        if _in_one_launch(space, num_slots):
+            settings = ExpertSettings(limit, layer.numerics, None)
+            return _in_one(path, rows, (gate, up, down), launches, settings, Rows(h, None), slots)
+
     def first() -> None:
         for routes in launches:
             path.gate_up(rows, (gate, up), routes, weights if a8 else None, limit, h)
@@ -217,6 +226,28 @@ def program(
             path.down(h_rows, down, routes, layer.numerics, slots)
 
     return Program(first, second)
+
+
+def _in_one_launch(space: Space, num_slots: int) -> bool:
+    """Steps that somebody times are launched one by one."""
+    one = space.path.storage.one_launch and in_one_launch(num_slots, lever("EXACTMOE_EXPERTS"))
+    return one and space.spans is None
+
+
+def _in_one(
+    path: Path,
+    rows: Rows,
+    weights: tuple[Any, Any, Any],
+    launches: list[RouteTable],
+    settings: ExpertSettings,
+    h: Rows,
+    slots: Tensor,
+) -> Program:
+    def both() -> None:
+        for routes in launches:
+            path.gate_up_down(rows, weights, routes, settings, h, slots)
+
+    return Program(both, lambda: None)
 
 
 def _packed(space: Space, name: str, count: int) -> Rows:

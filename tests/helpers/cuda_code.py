@@ -24,43 +24,28 @@ def variants() -> list[Variant]:
     """What ops/cuda/experts.py makes of the tiles in class a16, in both formats and with both types
     of slots.
     """
-    found = []
-    for format in FORMATS:
-        for tile in TILES["cuda"]["gate_up"]:
-            gather = tile.tokens <= WIDEST_GATHER
-            found.append(Variant("gate_up", format, tile.tokens, gather))
-        for tile in TILES["cuda"]["down"]:
-            for wide in (False, True):
-                found.append(Variant("down", format, tile.tokens, slot_f32=wide))
-    return found
+    return [
+        Variant(format, tile.tokens, tile.tokens <= WIDEST_GATHER, wide)
+        for format, tile, wide in product(FORMATS, TILES["cuda"]["gate_up"], (False, True))
+    ]
 
 
 def a8_variants() -> list[Variant]:
-    """The same in class a8: units of gate and up, and of the down that reads their h."""
+    """The same in class a8: units of gate, up and down."""
     found = []
     for format, units in product(FORMATS, UNITS):
         widest = max(TOKENS["a8"]) if units == "fp8" else WIDEST_ON_BF16
         for tile in TILES["cuda_a8"]["gate_up"]:
-            if tile.tokens > widest:
-                continue
-            gather = units == "fp8" and tile.tokens <= WIDEST_GATHER
-            for of_down in UNITS:
-                sizes = ("gate_up", format, tile.tokens, gather)
-                found.append(Variant(*sizes, False, "a8", units, of_down))
-        for tile in TILES["cuda_a8"]["down"]:
-            if tile.tokens > widest:
-                continue
-            found.append(Variant("down", format, tile.tokens, False, True, "a8", units, units))
+            if tile.tokens <= widest:
+                gather = units == "fp8" and tile.tokens <= WIDEST_GATHER
+                found.append(Variant(format, tile.tokens, gather, True, "a8", units))
     return found
 
 
 def variant_name(variant: Variant) -> str:
-    """For a test's id: "down nvfp4 40 f32", "gate_up mxfp4 8 a8 fp8 to both gather"."""
-    rows = " gather" * variant.gather
-    if variant.activation == "a8":
-        to = f" to {variant.down_units}" * (variant.op == "gate_up")
-        return f"{variant.op} {variant.format} {variant.tokens} a8 {variant.units}{to}{rows}"
-    return f"{variant.op} {variant.format} {variant.tokens}{rows}" + " f32" * variant.slot_f32
+    """For a test's id: "nvfp4 40 f32", "mxfp4 8 a8 fp8 gather"."""
+    of = f" a8 {variant.units}" if variant.activation == "a8" else " f32" * variant.slot_f32
+    return f"{variant.format} {variant.tokens}{of}" + " gather" * variant.gather
 
 
 @dataclass(frozen=True)

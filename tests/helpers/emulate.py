@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +31,7 @@ _OPTIONS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", 
 _CHECKED = ("-O1", "-w", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 _MOST_STEPS = 1 << 28  # turns of threads: minutes
 _MOST_ARGUMENTS = 64
+ALL = 1 << 32
 _UNITS = {"k16.f32.bf16.bf16": "BF16", "k32.f32.e4m3.e4m3": "E4M3"}
 _MATRIX = re.compile(
     r'u64 rows(?:, bool more)?\) \{\s*asm volatile\(\s*(?:"\{[^"]*"\s*)?'
@@ -39,6 +41,19 @@ _MATRIX = re.compile(
 )
 _MATRIX_DECLARED = re.compile(r"^(template <int N> __device__ void wgmma\w*\(.*)\);$", re.M)
 _DYNAMIC = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which things happen.
+
+    Attributes:
+        seed: that decides it.
+        together: blocks that live at the same time; the others begin when one of these ends.
+    """
+
+    seed: int
+    together: int = ALL
 
 
 class EmulatorError(AssertionError):
@@ -62,6 +77,7 @@ class _Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("most_steps", ctypes.c_uint64),
+        ("most_blocks", ctypes.c_uint64),
         ("entry", ctypes.c_void_p),
         ("statics", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
@@ -85,7 +101,7 @@ def run(
     arguments: Sequence[Any],
     reads: Mapping[str, Tensor],
     writes: Mapping[str, Tensor],
-    seed: int,
+    order: "int | Order",
 ) -> None:
     """Run a kernel on CPU tensors; what it writes lies in `writes` afterwards.
 
@@ -97,11 +113,12 @@ def run(
         arguments: tensors (their address), None, and ctypes values.
         reads: by name, all tensors that the kernel may only read.
         writes: and those that it may read and write.
-        seed: of the order in which things happen.
+        order: in which things happen, or its seed alone.
 
     Raises:
         EmulatorError: the kernel did something that the machine refuses.
     """
+    order = order if isinstance(order, Order) else Order(order)
     module = _module(text, entry)
     values = [_value(argument) for argument in arguments]
     _require_sizes(module, values)
@@ -110,7 +127,7 @@ def run(
     buffers += [_given(name, tensor, 1) for name, tensor in writes.items()]
     given = (_Given * len(buffers))(*buffers)
     launch = _Launch(
-        *(*grid, shared_bytes, seed, _MOST_STEPS),
+        *(*grid, shared_bytes, order.seed, _MOST_STEPS, order.together),
         ctypes.cast(module.emulated_call, ctypes.c_void_p),
         ctypes.cast(module.emulated_statics, ctypes.c_void_p),
         ctypes.addressof(places),
@@ -119,7 +136,7 @@ def run(
     )
     error = _machine().emulator_run(ctypes.byref(launch))
     if error is not None:
-        raise EmulatorError(f"seed {seed}: " + _with_lines(error.decode(), module._name))
+        raise EmulatorError(f"seed {order.seed}: " + _with_lines(error.decode(), module._name))
 
 
 def _value(argument: Any) -> Any:

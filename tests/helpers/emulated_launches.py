@@ -12,6 +12,7 @@ from torch import Tensor
 
 import emulate
 from exactmoe.ops.cuda import experts
+from exactmoe.ops.cuda.counters import NUM_COUNTERS
 from exactmoe.ops.cuda.prepare import CudaWeight
 
 
@@ -21,17 +22,21 @@ class Launches:
 
     Attributes:
         blocks: most blocks of a grid, as the SMs of a card.
+        together: of them, how many live at the same time, as if others had the card too.
         seed: of the order.
         reads: all tensors that kernels may only read, by name.
         writes: those that they may write too.
         change: what is done to a kernel's text before it runs.
+        counters: of the stream; zeros behind every launch.
     """
 
     blocks: int = 3
+    together: int = emulate.ALL
     seed: int = 0
     reads: dict[str, Tensor] = field(default_factory=dict)
     writes: dict[str, Tensor] = field(default_factory=dict)
     change: Any = None
+    counters: Tensor = field(default_factory=lambda: torch.zeros(NUM_COUNTERS, dtype=torch.int32))
 
     def weight(self, name: str, weight: CudaWeight) -> None:
         """The tensors of a weight are read."""
@@ -50,9 +55,10 @@ class Launches:
                 what.shared_bytes,
                 arguments,
                 self.reads,
-                self.writes,
-                self.seed,
+                self.writes | {"counters": self.counters},
+                emulate.Order(self.seed, self.together),
             )
+            assert not self.counters.any(), f"not zeros: {self.counters.nonzero().tolist()}"
 
         return SimpleNamespace(launch=launch)
 
@@ -65,5 +71,6 @@ def emulated() -> Iterator[Launches]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "kernel", launches.kernel)
         patch.setattr(experts, "processors", lambda device: launches.blocks)
+        patch.setattr(experts, "counters", lambda device: launches.counters)
         patch.setattr(torch.cuda, "current_stream", lambda device: stream)
         yield launches

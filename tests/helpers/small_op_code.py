@@ -20,6 +20,7 @@ from torch import Tensor
 import function_kernels
 from exactmoe.config import Numerics, RouterConfig
 from exactmoe.formats.rows import Rows
+from exactmoe.ops.triton import early
 from exactmoe.ops.triton.combine import combine
 from exactmoe.ops.triton.finish import finish
 from exactmoe.ops.triton.quantize import quantize
@@ -99,6 +100,13 @@ CALLS: dict[str, Callable[[], None]] = {
     "finish": lambda: finish(_empty(4, _H), _empty(4, _H, dtype=torch.bfloat16)),
     "swiglu": _swiglu,
 }
+# What tells when memory that other kernels share is first touched, in PTX and in machine code.
+_WAIT, _START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+_ORDER = re.compile(
+    rf"{_WAIT}|{_START}|\b(?:ld|st|red|atom)\.[\w.]*global|\bcp\.async\.(?:ca|cg|bulk)"
+    r"|\b(?:ACQBULK|PREEXIT|LDG|STG|LDGSTS|UTMALDG|UBLKCP|RED|ATOM)\b"
+)
+_MACHINE_NAMES = {"ACQBULK": _WAIT, "PREEXIT": _START}
 # Compiled for sm_90.
 MORE: dict[str, Callable[[], None]] = {
     "logits one step": lambda: _logits(1024, 256, torch.bfloat16),
@@ -109,6 +117,7 @@ MORE: dict[str, Callable[[], None]] = {
     "route_table 8192": lambda: _route(8192),
     "combine a8": lambda: _combine(Numerics.preset("a8"), shared=True),
     "combine 64": lambda: _combine(Numerics(), True, top_k=64),
+    "combine alone": lambda: _combine(Numerics(), shared=False),
     "quantize f32": lambda: _quantize(torch.float32),
 }
 
@@ -121,30 +130,39 @@ def _facts(asm: dict[str, Any]) -> dict[str, Any]:
     counts: dict[str, int] = {}
     for name in names + modes:
         counts[name] = counts.get(name, 0) + 1
-    return {"counts": counts, "sums": asm["ttgir"].count("arith.addf")}
+    return {"counts": counts, "sums": asm["ttgir"].count("arith.addf"), "order": _order(text)}
 
 
-def _usage(binary: bytes) -> dict[str, int]:
+def _order(text: str) -> list[str]:
+    """Wait and start as PTX calls them, and "memory", as they follow one another."""
+    names = [_MACHINE_NAMES.get(name, name) for name in _ORDER.findall(text)]
+    return [name if name in (_WAIT, _START) else "memory" for name in names]
+
+
+def _usage(binary: bytes) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        command = [str(_CUOBJDUMP), "-res-usage", file.name]
+        command = [str(_CUOBJDUMP), "-res-usage", "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {
-        name: int(value)
-        for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout + text.stderr)
-    }
+    found = text.stdout + text.stderr
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", found)}
+    return usage | {"machine order": _order(found)}
 
 
 def main() -> None:
     found = {}
     for name, call in (CALLS | MORE).items():
-        (launched,) = launches_of(call)
-        asm = assembly(launched, MAIN)
-        found[f"{name}@{MAIN}"] = _facts(asm) | _usage(asm["cubin"])
-        if name in CALLS:
-            for architecture in OTHERS:
-                found[f"{name}@{architecture}"] = _facts(assembly(launched, architecture))
+        for architecture in (MAIN, *OTHERS) if name in CALLS else (MAIN,):
+            early.architecture = lambda _, it=architecture: it  # a launcher's card
+            (launched,) = launches_of(call)
+            asm = assembly(launched, architecture)
+            facts = _facts(asm)
+            facts["waits"] = launched.arguments.get("PDL", False)
+            facts["asks"] = launched.options.get("launch_pdl", False)
+            if architecture == MAIN:
+                facts |= _usage(asm["cubin"])
+            found[f"{name}@{architecture}"] = facts
     print(json.dumps(found))
 
 

@@ -23,7 +23,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 _ALIGNED = [["tt.divisibility", 16]]
 
 

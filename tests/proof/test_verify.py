@@ -8,7 +8,7 @@ from exactmoe import env
 from exactmoe.errors import BitMismatch, ConfigError
 from exactmoe.proof import WIDTHS, verify
 from exactmoe.proof.dimensions import DIMENSIONS
-from exactmoe.proof.dimensions.levers import SWITCHES
+from exactmoe.proof.dimensions.levers import SETTINGS
 from faulty_layers import ELEMENT, faulty
 from small_layers import small_dense, small_layer
 
@@ -175,7 +175,7 @@ def test_no_layer():
 
 
 def test_levers_are_switches_away_from_their_default():
-    for name, text in SWITCHES.items():
+    for name, text in SETTINGS:
         with env.forced(name, text):
             assert env.changed() == {name: env.read(name)}
         assert env.changed() == {}

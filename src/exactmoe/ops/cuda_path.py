@@ -12,10 +12,13 @@ from exactmoe.formats import PackedWeight
 from exactmoe.formats.rows import Rows
 from exactmoe.ops.cuda import dense_mlp, experts
 from exactmoe.ops.cuda.prepare import CudaWeight, prepare
-from exactmoe.ops.path import PACKED, PACKED_A8
+from exactmoe.ops.path import PACKED, PACKED_A8, ExpertSettings
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.ops.triton_path import TritonPath
 from exactmoe.runtime.routes import RouteTable
+
+# A launch of one phase needs no more of the numerics than its class.
+_A16, _A8 = Numerics(), Numerics.preset("a8")
 
 
 class CudaPath(TritonPath):
@@ -47,7 +50,8 @@ class CudaPath(TritonPath):
     ) -> None:
         if weights is not None or rows.scales is not None:
             raise Unsupported("this path computes class a16; allowed for a8: a path of a8")
-        experts.gate_up(rows, gate_up, routes, swiglu_limit, h)
+        given = experts.Experts((*gate_up, None), routes, swiglu_limit, _A16)
+        experts.gate_up(given, rows, Rows(h, None))
         self._begun[_stream(h)] = routes
 
     def down(  # type: ignore[override]
@@ -55,7 +59,22 @@ class CudaPath(TritonPath):
     ) -> None:
         if h.scales is not None:
             raise Unsupported("this path computes class a16; allowed for a8: a path of a8")
-        experts.down(h, down, routes, numerics, slots, self._may_start(slots, routes))
+        given = experts.Experts((None, None, down), routes, None, numerics)
+        experts.down(given, h, slots, self._may_start(slots, routes))
+
+    def gate_up_down(
+        self,
+        rows: Rows,
+        weights: tuple[CudaWeight, CudaWeight, CudaWeight],
+        routes: RouteTable,
+        settings: ExpertSettings,
+        h: Rows,
+        slots: Tensor,
+    ) -> None:
+        """Both in one launch: see ops/path.py."""
+        limit, numerics, routing = settings
+        given = experts.Experts(weights, routes, limit, numerics, routing)
+        experts.gate_up_down(given, rows, h, slots)
 
     def dense_mlp(
         self,
@@ -102,13 +121,15 @@ class CudaA8Path(CudaPath):
         h: Rows,
     ) -> None:
         """gate_up, then quantize: see ops/path.py."""
-        experts.gate_up_a8(rows, weights, routes, routing, swiglu_limit, h)
+        given = experts.Experts(weights, routes, swiglu_limit, _A8, routing)
+        experts.gate_up(given, rows, h)
         self._begun[_stream(routing)] = routes
 
     def down(  # type: ignore[override]
         self, h: Rows, down: CudaWeight, routes: RouteTable, numerics: Numerics, slots: Tensor
     ) -> None:
-        experts.down_a8(h, down, routes, slots, self._may_start(slots, routes))
+        given = experts.Experts((None, None, down), routes, None, numerics)
+        experts.down(given, h, slots, self._may_start(slots, routes))
 
 
 class CudaA8Bf16Path(CudaA8Path):

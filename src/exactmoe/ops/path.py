@@ -1,7 +1,7 @@
 """Path: the ops that a layer calls, one set a backend. All paths of a device give the same bits."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Storage:
             (formats/fragment.py, formats/fragment_fp8.py).
         packed: h of routed experts, and x for wide tiles, lie in eights of rows of one expert as
             the matrix units want them (kernels/cuda/experts.cu).
+        one_launch: gate_up_down computes gate_up and down in one launch.
         units: of `a8` on a packed path, whose gate_up_quantized gives h quantised: "auto", "bf16"
             or "fp8" (Numerics.units); "" of all others.
     """
@@ -47,6 +48,7 @@ class Storage:
     router_parts: int = 0
     layout: str = CANONICAL
     packed: bool = False
+    one_launch: bool = False
     units: str = ""
 
     def rows_of_h(self, num_slots: int, num_experts: int) -> int:
@@ -73,7 +75,7 @@ DEVICE = Storage(
     router_parts=64,
 )
 # As the fast path of sm_90 reads routed experts.
-PACKED = replace(DEVICE, layout=FRAGMENT, packed=True)
+PACKED = replace(DEVICE, layout=FRAGMENT, packed=True, one_launch=True)
 # The same in class a8, by Numerics.units.
 PACKED_A8 = {
     "auto": replace(PACKED, layout=FRAGMENT_FP8, units="auto"),
@@ -85,6 +87,16 @@ PACKED_A8 = {
 def gpu_storages(a8_units: str) -> tuple[Storage, ...]:
     """Of the paths that a layer with these `Numerics.a8_units` may take on sm_90."""
     return DEVICE, PACKED_A8[a8_units] if a8_units else PACKED
+
+
+class ExpertSettings(NamedTuple):
+    """Of a call's routed experts: the clamp of gate and up, the numerics, and the routing weights
+    [T, K] that multiply h in `a8`, None in `a16`.
+    """
+
+    swiglu_limit: float | None
+    numerics: Numerics
+    routing: Tensor | None
 
 
 class RouterWeights(Protocol):
@@ -179,6 +191,20 @@ class Path(Protocol):
     ) -> None:
         """h [S, I] -> slots [S, H] at the slot's place (values of bf16 where numerics.slot says
         so).
+        """
+
+    def gate_up_down(
+        self,
+        rows: Rows,
+        weights: tuple[Any, Any, Any],
+        routes: RouteTable,
+        settings: ExpertSettings,
+        h: Rows,
+        slots: Tensor,
+    ) -> None:
+        """gate_up (quantised in `a8`) and down in one, of paths whose `storage.one_launch` is set:
+        rows [T, H], with scratch for packed ones in `packed` -> slots [S, H]. h is scratch: packed,
+        as gate_up or gate_up_quantized gives it.
         """
 
     def combine(

@@ -36,7 +36,9 @@ class Message(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A card's own experts in two launches; its route table is made already."""
+    """A card's own experts; its route table is made already. Where one launch computes both, it is
+    gate_up's, and down does nothing.
+    """
 
     gate_up: Callable[[], None]
     down: Callable[[], None]

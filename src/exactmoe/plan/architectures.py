@@ -21,6 +21,7 @@ class Architecture:
         support: "measured" (its bits and times), or "compiled, untested".
         cards: what is sold with it.
         fp8_instruction: of the fp8 matrix units, where class `a8` takes them; its k step is 32.
+        early: small kernels may start while the kernel before them ends.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Architecture:
     support: str
     cards: str
     fp8_instruction: str = ""
+    early: bool = False
 
 
 _MMA = "mma.sync m16n8k16"
@@ -45,8 +47,9 @@ ARCHITECTURES = {
             MEASURED,
             "H100, H200",
             "wgmma m64nNk32",
+            early=True,
         ),
-        Architecture("sm_100", ("triton",), "tcgen05.mma", UNTESTED, "B200"),
+        Architecture("sm_100", ("triton",), "tcgen05.mma", UNTESTED, "B200", early=True),
         Architecture("sm_120", ("triton",), _MMA, UNTESTED, "RTX 50, RTX PRO 6000"),
         Architecture("sm_121", ("triton",), _MMA, UNTESTED, "DGX Spark"),
         Architecture("gfx942", ("triton",), "v_mfma bf16", UNTESTED, "MI300"),

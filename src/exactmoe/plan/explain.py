@@ -23,6 +23,7 @@ from exactmoe.plan.tiles import (
     choose_tile,
     dense_tile,
     expert_tile,
+    in_one_launch,
 )
 
 PROJECTIONS = ("gate", "up", "down")
@@ -158,6 +159,10 @@ def _expert_tiles(
     for op, weight, projections in (("gate_up", weights[0], 2), ("down", weights[2], 1)):
         choice = choose_tile(plan.tiles, name, op, num_slots, count)
         if plan.backend == "cuda":
+            one = in_one_launch(num_slots, env.read("EXACTMOE_EXPERTS"))
+            launch = "in the launch of gate_up" if one else "in a launch of its own"
+            if op == "down":
+                choice = replace(choice, reason=f"{choice.reason}; {launch}")
             found.append(_on_units(replace(choice, kernel=_CUDA_KERNELS), plan, count))
             continue
         chained = numerics.activation == "a8" or weight.format == "fp8"

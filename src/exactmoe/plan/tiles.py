@@ -121,6 +121,18 @@ ON_ARCHITECTURE: dict[tuple[str, str], dict[str, tuple[Tile, ...]]] = {
 _PROGRAMS, _FEWEST_ROWS = 128, 32
 
 
+# Up to here the end of gate_up, which leaves multiprocessors idle, costs more than waiting for h
+# inside one launch (H200: 2 tokens 3-10 % faster in one, 8 tokens 1-2 %; 16 tokens 2 % slower).
+_SLOTS_OF_ONE_LAUNCH = 64
+
+
+def in_one_launch(num_slots: int, way: str) -> bool:
+    """Whether gate_up and down of a call run in one launch, on a path that has it; `way` is the
+    setting of EXACTMOE_EXPERTS.
+    """
+    return num_slots <= _SLOTS_OF_ONE_LAUNCH if way == "auto" else way == "one"
+
+
 def in_chains(tile: Tile, projections: int) -> Tile:
     """The tile where k is cut in chains of 128 (`a8`, fp8): a step is a chain, and at most 64 rows
     by 64 tokens leave registers for its second accumulator.

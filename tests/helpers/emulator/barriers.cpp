@@ -90,24 +90,36 @@ static void complete_named(Named& named) {
     wake(&named);
 }
 
-// Of 0 threads: all of the block that are still there.
-void sync_threads(u32 number, u32 threads, Where where) {
+static Named& arrive_named(const char* what, u32 number, u32 threads, Where where) {
     point();
     Warp& warp = *machine.fiber->warp;
     Block& block = *warp.block;
     if (number >= NAMED || threads % LANES || threads > block.warps.size() * LANES)
-        fail("sync_threads(%u, %u): barriers are 0 ... 15, threads whole warps of the block, at %s",
-             number, threads, place_of(where).c_str());
+        fail("%s(%u, %u): barriers are 0 ... 15, threads whole warps of the block, at %s", what, number,
+             threads, place_of(where).c_str());
     Named& named = block.named[number];
     if (named.arrived && named.expected != threads)
-        fail("sync_threads(%u, %u): others wait there for %u threads, at %s", number, threads,
-             named.expected, place_of(where).c_str());
+        fail("%s(%u, %u): others are there for %u threads, at %s", what, number, threads, named.expected,
+             place_of(where).c_str());
     named.expected = threads;
     release(warp, named.gathering);
+    ++named.arrived;
+    return named;
+}
+
+// Of 0 threads: all of the block that are still there.
+void sync_threads(u32 number, u32 threads, Where where) {
+    Named& named = arrive_named("sync_threads", number, threads, where);
+    Warp& warp = *machine.fiber->warp;
     if (std::find(named.warps.begin(), named.warps.end(), &warp) == named.warps.end())
         named.warps.push_back(&warp);
-    if (++named.arrived == (threads ? threads : block.living)) complete_named(named);
+    if (named.arrived == (threads ? threads : warp.block->living)) complete_named(named);
     else park(&named, "sync_threads(%u, %u)", where, number, threads);
+}
+
+void arrive_threads(u32 number, u32 threads, Where where) {
+    Named& named = arrive_named("arrive_threads", number, threads, where);
+    if (named.arrived == threads) complete_named(named);
 }
 
 void leave(Fiber& fiber) {

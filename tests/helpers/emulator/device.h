@@ -61,6 +61,7 @@ void store_global(void* target, const u32* words, Where where);
 void raise_to(u32 address, u32 word, Where where);
 void store_transposed(u32 address, const u32* words, Where where);
 void sync_threads(u32 barrier, u32 threads, Where where);
+void arrive_threads(u32 barrier, u32 threads, Where where);
 u32 exchange(Exchange what, u32 mask, u32 value, u32 operand, Where where);
 void matrix(Units units, u32 columns, float* sums, const u32* a, u64 rows, bool go_on, Where where);
 void matrix_fence();
@@ -107,6 +108,7 @@ inline u32 atomicAdd(u32* address, u32 value, WHERE) {
 inline u32 atomicMax(u32* address, u32 value, WHERE) {
     return emulator::atomic(emulator::MAX, address, value, 0, emulator::RELAXED, where);
 }
+#define __grid_constant__
 inline u32 atomicExch(u32* address, u32 value, WHERE) {
     return emulator::atomic(emulator::EXCHANGE, address, value, 0, emulator::RELAXED, where);
 }
@@ -168,7 +170,11 @@ inline void store_transposed(u32 address, const u32 (&words)[4], WHERE) {
 inline void sync_threads(u32 barrier, u32 threads, WHERE) {
     emulator::sync_threads(barrier, threads, where);
 }
+inline void arrive_threads(u32 barrier, u32 threads, WHERE) {
+    emulator::arrive_threads(barrier, threads, where);
+}
 
+inline void made(u32 (&)[4]) {}
 inline void wgmma_fence() { emulator::matrix_fence(); }
 inline void wgmma_commit() { emulator::matrix_commit(); }
 template <int newest>

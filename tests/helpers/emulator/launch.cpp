@@ -13,7 +13,7 @@ struct Given {
 
 struct Launch {
     u32 grid_x, grid_y, threads, shared_bytes;
-    u64 seed, most_steps;
+    u64 seed, most_steps, most_blocks;
     void (*entry)(void* const*);
     void* (*statics)();
     void* const* arguments;
@@ -80,6 +80,7 @@ extern "C" const char* emulator_run(const Launch* given) {
         blockDim = {launch.threads, 1, 1}, gridDim = {launch.grid_x, launch.grid_y, 1};
         start_clocks();
         start_fibers(machine.blocks.size() * launch.threads);
+        begin_blocks(launch.most_blocks);
         run_all();
     } catch (int) {  // thrown by `fail`, which has written machine.error
     }

@@ -1,5 +1,6 @@
 // The machine that runs a kernel's threads: fibers of one OS thread, one running at a time, in an
-// order that a seed decides. All blocks of the grid live together.
+// order that a seed decides. As many blocks of the grid live together as a run says; when one ends,
+// the next begins.
 //
 //   schedule.cpp  fibers, the order, deadlocks        barriers.cpp  mbarriers, bar.sync, warps
 //   memory.cpp    shared and global memory, copies    matrix.cpp    wgmma
@@ -179,6 +180,7 @@ struct Machine {
     u8* statics;  // thread-local storage of the kernel's module
     u32 static_bytes;
     Block* current_block;
+    u64 begun;  // blocks
     Fiber* fiber;
     void* scheduler;
     std::string error;
@@ -206,6 +208,7 @@ void make_matrix_ready(Warp& warp);
 std::string place_of(Where where);
 std::string name_of(const Fiber& fiber);
 void start_fibers(u64 most);
+void begin_blocks(u64 count);
 void run_all();
 
 // memory.cpp

@@ -169,6 +169,7 @@ static void live() {
     leave(fiber);
     fiber.done = true;
     take_off(fiber);
+    if (fiber.warp->block->living == 0) begin_blocks(1);
     to_scheduler();
 }
 
@@ -191,8 +192,14 @@ void start_fibers(u64 most) {
                 *--top = 0;  // where `live` would return to; keeps the stack aligned
                 *--top = reinterpret_cast<u64>(&live);
                 fiber.stack_pointer = top - 6;
-                make_runnable(fiber);
             }
+}
+
+// The next so many.
+void begin_blocks(u64 count) {
+    for (; count && machine.begun < machine.blocks.size(); --count)
+        for (Warp& warp : machine.blocks[machine.begun++].warps)
+            for (Fiber& fiber : warp.fibers) make_runnable(fiber);
 }
 
 // A block that can run: the same for some turns, since its storage has to be brought in.
@@ -241,12 +248,12 @@ static std::string waits_of(const Fiber& fiber) {
 // Who waits where, threads of one reason in a line.
 static std::string deadlock() {
     std::map<std::string, std::vector<u32>> lines;
-    for (Block& block : machine.blocks)
-        for (Warp& warp : block.warps)
+    for (u64 i = 0; i < machine.begun; ++i)
+        for (Warp& warp : machine.blocks[i].warps)
             for (Fiber& fiber : warp.fibers)
                 if (!fiber.done)
-                    lines["block " + std::to_string(block.index.x) + ": " + waits_of(fiber)].push_back(
-                        fiber.thread);
+                    lines["block " + std::to_string(machine.blocks[i].index.x) + ": " +
+                          waits_of(fiber)].push_back(fiber.thread);
     std::string text = "deadlock: nothing can run, and no copy is on its way";
     for (auto& [line, threads] : lines) {
         text += "\n  " + line + ": threads";

@@ -1,9 +1,11 @@
-"""gate_up and down of sm_90, run by the emulator: their text, not their machine code.
+"""gate_up and down of sm_90, in one launch and in two, run by the emulator: their text, not their
+machine code.
 
 Values: near the reference. Bytes: equal over tiles, grids, orders of events and ring sizes. Races:
 none in any of the orders, and planted ones are found.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -17,22 +19,30 @@ from exactmoe.kernels.cuda.source import TOKENS
 pytestmark = pytest.mark.skipif(emulate.missing() is not None, reason=str(emulate.missing()))
 # The emulator adds along k in float; down's rounding to bf16 hides most of it.
 CLOSE = 2.0**-12
-# (tile, tokens, blocks, seed, stages): an expert has more rows than the tile, and fewer.
+# (tile, tokens, blocks, seed, stages, way): an expert has more rows than the tile, and fewer.
 CASES = {
-    Problem("mxfp4"): [Run(128, 136), Run(40, 24, 1, 1, 2), Run(8, 12, 7, 2, 3)],
-    Problem("nvfp4"): [Run(64, 72, 3, 3, 2), Run(16, 24, 1, 4, 3)],
+    Problem("mxfp4"): [
+        *(Run(128, 130), Run(40, 24, 1, 1, 3, "two"), Run(8, 12, 7, 2, 3)),
+        Run(8, 12, 3, 13, 4, "each"),
+    ],
+    Problem("nvfp4"): [Run(64, 72, 3, 3, 3), Run(16, 24, 1, 4, 3, "two")],
     Problem("nvfp4-divide", experts=100, slot="f32"): [Run(8, 24, 7, 4)],
-    Problem("mxfp4", "a8", "fp8"): [Run(112, 120, 3, 5), Run(16, 24, 7, 6, 3)],
-    Problem("nvfp4", "a8", "fp8"): [Run(40, 44, 3, 7, 2), Run(8, 12, 1, 8, 3)],
-    Problem("mxfp4", "a8", "both"): [Run(64, 40, 3, 9, 2), Run(16, 12, 3, 10, 2)],
-    Problem("nvfp4", "a8", "bf16"): [Run(40, 44, 3, 11, 2), Run(8, 8, 7, 12, 2)],
-    Problem("nvfp4", "a8", "bf16", largest=True): [Run(40, 12, 3, 13, 2), Run(8, 8, 1, 14, 2)],
+    Problem("mxfp4", hidden=384): [Run(16, 20, 2, 14), Run(8, 12, 3, 15, 3, "two")],
+    Problem("mxfp4", "a8", "fp8"): [Run(112, 114, 3, 5), Run(16, 24, 7, 6, 3, "two")],
+    Problem("nvfp4", "a8", "fp8", 384): [Run(40, 44, 3, 7, 3), Run(8, 12, 1, 8, 3, "two")],
+    Problem("mxfp4", "a8", "both"): [
+        *(Run(64, 40, 3, 9, 3), Run(16, 12, 3, 10, 3, "two")),
+    ],
+    Problem("nvfp4", "a8", "bf16"): [Run(40, 44, 3, 11, 3, "two"), Run(8, 8, 7, 12, 3)],
+    Problem("nvfp4", "a8", "bf16", largest=True): [
+        *(Run(40, 12, 3, 13, 3, "two"), Run(8, 8, 1, 14, 3)),
+    ],
 }
 
 
 def label(problem: Problem) -> str:
-    kind = " largest" * problem.largest
-    return f"{problem.format} {problem.activation} {problem.units} {problem.experts}{kind}"
+    of = f"{problem.format} {problem.activation} {problem.units}"
+    return f"{of} {problem.hidden} {problem.experts}" + " largest" * problem.largest
 
 
 def assert_same_bytes_near_the_reference(problem: Problem, runs: list[Run]) -> None:
@@ -61,35 +71,68 @@ def test_every_tile_in_many_orders(problem):
     assert_same_bytes_near_the_reference(problem, runs)
 
 
-# What is replaced in gate_up, by what, and what the emulator says. Each is one line that somebody
-# could forget.
-FILL = "barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);\n                fill"
+# What is replaced, by what, and what the emulator says. Each is one line that somebody could
+# forget.
+FILL = (
+    "barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);\n                if (lane == 0)"
+)
 STAGE = "u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);"
+TOLD = "        barrier_wait(ring.item_empty + 8 * turn.stage, turn.parity ^ 1);\n"
+REVERSED = "index = given.phases == 3 ? items - 1 - index : index;\n        bool down ="
+ADDED = "add_release(given.counters + NUM_QUEUES + expert, 1)"
 A16, A8 = Problem("mxfp4"), Problem("mxfp4", "a8", "fp8")
-NARROW, WIDE = Run(8, 12, 1, 0, 3), Run(40, 24, 1, 0, 2)
+NARROW, WIDE, DEEP = Run(8, 12, 1, 0, 3), Run(40, 24, 1, 0, 3, "two"), Run(8, 12, 1)
+SEVERAL, ALONE = Run(8, 12, 3, 0, 3), Run(8, 12, 3, 0, 3, together=1)
 FAULTS = {
-    "a stage is filled before it was given back": (A16, WIDE, FILL, "fill", "race on"),
+    "a stage is filled before it was given back": (
+        A16,
+        WIDE,
+        FILL,
+        "if (lane == 0)",
+        "race on|has them all",
+    ),
     "a stage is given back too early": (
         *(A16, NARROW, STAGE, "u32 done = ring.empty + 8 * place.stage;"),
-        "race on .* behind the read by wgmma",
+        "race on .* behind the read by wgmma|deadlock",
     ),
     "a stage is given back while lanes read scales": (
         *(A8, WIDE, "            __syncwarp();  // every lane", "            // every lane"),
         "race on",
     ),
     "rows are copied without a proxy fence": (
-        *(A16, NARROW, "            proxy_fence();\n", "", "a proxy fence is missing"),
+        *(A16, NARROW, "        proxy_fence();\n", "", "a proxy fence is missing"),
     ),
     "lanes do not wait for each other's copies": (
-        *(A16, NARROW, "            __syncwarp();\n", "", "behind the write by asynchronous copy"),
+        *(A16, NARROW, "        proxy_fence();\n        __syncwarp();\n", "proxy_fence();\n"),
+        "behind the write by asynchronous copy",
     ),
     "sums are read while the matrix units work": (
         *(A16, WIDE, "else wgmma_wait<0>();", "else wgmma_wait<1>();"),
         "race on|sum .* was written|did not wait for",
     ),
     "more bytes are expected than come": (
-        *(A16, NARROW, "expected = WEIGHT_BYTES +", "expected = 16 + WEIGHT_BYTES +"),
+        *(A16, NARROW, "barrier_arrive_expect(full, WEIGHT_BYTES)"),
+        "barrier_arrive_expect(full, 16 + WEIGHT_BYTES)",
         r"deadlock(?s:.*)barrier_wait of barrier \d+, parity 0 at multiply.cuh:\d+",
+    ),
+    "an item is told over one that others read": (A16, DEEP, TOLD, "", "race on .* __shared__"),
+    "h is read before it is written": (
+        *(A16, SEVERAL, "    while (load_acquire(ready) < written) {}\n", ""),
+        "race on .* of h: the read by bulk copy",
+    ),
+    "h is counted, and not released": (
+        *(A8, SEVERAL, ADDED, "atomicAdd(given.counters + NUM_QUEUES + expert, 1u)"),
+        "race on .* of h: the read by bulk copy",
+    ),
+    "h goes through no proxy fence, of who writes nor of who reads": (
+        *(A16, SEVERAL, "proxy_fence_global();", ";", "h: .* a proxy fence is missing"),
+    ),
+    "one warp of h is not waited for": (
+        *(A16, SEVERAL, "* WARPS;\n", "* WARPS - 1;\n", "race on .* of h|deadlock"),
+    ),
+    "down is taken before gate_up, and not all blocks are there": (
+        *(A16, ALONE, "bool down =", REVERSED),
+        r"deadlock(?s:.*)multiply.cuh:\d+",
     ),
 }
 
@@ -105,4 +148,41 @@ def test_the_emulator_finds_a_planted_fault(name):
 
     with pytest.raises(EmulatorError, match=words):
         slots_of(problem, run, planted)
-    assert places[-1] == 1  # where the fault was found
+    # Where the fault was found; a fence is on both sides.
+    assert places[-1] == (2 if "nor" in name else 1)
+
+
+@pytest.mark.parametrize("way", ["one", "two"])
+def test_counters_that_are_not_cleared_are_seen(way):
+    """emulated_launches.py looks at them behind each launch."""
+
+    def planted(text: str) -> str:
+        return text.replace("index == items + gridDim.x - 1", "index == items + gridDim.x")
+
+    with pytest.raises(AssertionError, match=r"not zeros: \[\[\d\]\]"):
+        slots_of(A16, replace(SEVERAL, way=way), planted)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_blocks_need_not_all_be_there(together):
+    """Whoever waits, waits for a block that runs: other kernels may have most of the card."""
+    run = Run(8, 12, 7, 1, 3, together=together)
+    found = slots_of(A16, run)
+    assert torch.equal(found.view(torch.uint8), slots_of(A16, SEVERAL).view(torch.uint8))
+
+
+@pytest.mark.parametrize("problem", [A16, A8], ids=label)
+def test_more_blocks_than_items(problem):
+    """Two tokens have at most 4 tiles, and here 3."""
+    found = slots_of(problem, Run(8, 2, 99, 3, 3))
+    rows = slots_of(problem, Run(8, 12, 3, 0, 3))[: 2 * TOP_K]
+    assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+
+
+@pytest.mark.parametrize("way", ["one", "two"])
+def test_without_a_slot_nothing_is_written(way):
+    for problem in (A16, A8):
+        found = slots_of(problem, Run(8, 12, 3, 4, 3, way, absent=True))
+        assert torch.equal(
+            found.view(torch.uint8), torch.full_like(found, 0).view(torch.uint8) | 255
+        )

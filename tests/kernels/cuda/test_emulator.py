@@ -131,7 +131,7 @@ def test_lanes_exchange_as_cuda_says(seed):
     [
         (1, "_sync with mask ffffffff at .*, while other lanes of the warp are in __"),
         (2, "deadlock.*\n.*a collective of the warp"),
-        (3, r"sync_threads\(3, 64\): others wait there for 32 threads|.*\(3, 32\): .* 64 threads"),
+        (3, r"sync_threads\(3, 64\): others are there for 32 threads|.*\(3, 32\): .* 64 threads"),
         (4, "race on byte .* of __shared__ variables: the (read|write) by warp"),
         (5, "shared_address of .* which is not shared memory"),
     ],

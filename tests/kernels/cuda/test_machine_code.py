@@ -1,5 +1,6 @@
-"""Machine code of gate_up and down on sm_90: one matrix instruction, rounding as the contract says,
-no spills where it matters. It shows what the compiler made; tests/gpu show that it runs.
+"""Machine code of the experts kernel on sm_90, class a16: one matrix instruction, rounding as the
+contract says, no spills where it matters. It shows what the compiler made; tests/gpu show that it
+runs.
 """
 
 import re
@@ -19,14 +20,11 @@ pytestmark = pytest.mark.skipif(
 )
 # Both formats, both kinds of rows and of slots, and the widest tile.
 QUICK = {
-    Variant("gate_up", "nvfp4", 8, gather=True),
-    Variant("gate_up", "mxfp4", 16, gather=True),
-    Variant("gate_up", "mxfp4", 40),
-    Variant("gate_up", "nvfp4", 128),
-    Variant("down", "mxfp4", 8),
-    Variant("down", "nvfp4", 16, slot_f32=True),
-    Variant("down", "nvfp4", 40),
-    Variant("down", "nvfp4", 64),
+    Variant("nvfp4", 8, gather=True),
+    Variant("mxfp4", 16, gather=True, slot_f32=True),
+    Variant("mxfp4", 40),
+    Variant("nvfp4", 64, slot_f32=True),
+    Variant("nvfp4", 128),
 }
 every_variant = pytest.mark.parametrize(
     "variant",
@@ -56,6 +54,11 @@ def registers_taken(machine: Code) -> tuple[int, int]:
     return found.get("DEALLOC", machine.registers), found.get("TRY_ALLOC", machine.registers)
 
 
+def epilogues(variant: Variant) -> int:
+    """With divisions and without: an NVFP4 checkpoint may keep the reciprocals of its scales."""
+    return 2 if variant.format == "nvfp4" else 1
+
+
 def test_the_quick_ones_are_launched():
     assert set(variants()) >= QUICK
 
@@ -77,10 +80,17 @@ def test_no_operand_is_overwritten_while_it_is_read(variant):
 
 
 @every_variant
-def test_no_spills(variant):
+def test_no_spills_where_it_matters(variant):
+    """None at all of narrow tiles. A wide tile may keep a few words that an item needs once; none
+    of them is touched in a loop of the matrix units.
+    """
     machine = code(variant)
-    local = [text for text in machine.main if re.match("STL|LDL", text)]
-    assert machine.stack == 0 and not local
+    local = {place for place, text in enumerate(machine.main) if re.match("STL|LDL", text)}
+    if variant.tokens <= 16:
+        assert machine.stack == 0 and not local
+    for place, text in enumerate(machine.main):
+        if "MMA" in name(text):
+            assert not local & set(machine.loop(place, place))
 
 
 @every_variant
@@ -104,13 +114,15 @@ def test_weights_come_in_bulk_and_are_read_16_bytes_at_a_time(variant):
     counts = Counter(name(text) for text in machine.main[begin:])
     # Narrow tiles read a stage before its turn, so once more ahead of the loop.
     stages = sum(2 if width < 64 else 1 for width in widths(variant.tokens))
-    panels = 1 if variant.op == "gate_up" else 2
-    staged = 0 if variant.tokens < 24 or variant.slot_f32 else -(-variant.tokens // 32) * panels
+    panels = 1 if variant.slot_f32 else 3  # of an item of gate_up, and of down
+    staged = 0 if variant.tokens < 24 else -(-variant.tokens // 32) * panels * epilogues(variant)
     assert counts["LDS.128"] == 2 * stages + staged
-    assert counts["LDS.64"] == (2 * stages if variant.format == "nvfp4" else 0)  # scales
-    assert counts["UBLKCP.S.G"] >= (1 if variant.gather else 2)
+    scales = 2 * stages if variant.format == "nvfp4" else 0
+    slots = variant.tokens // 8 * epilogues(variant) if variant.slot_f32 else 0
+    assert counts["LDS.64"] == scales + slots
+    assert counts["UBLKCP.S.G"] >= 2  # weights and packed rows
     copies = {kind for kind in counts if kind.startswith("LDGSTS")}
-    assert copies == ({"LDGSTS.E.BYPASS.128"} if variant.gather else set())
+    assert copies == {"LDGSTS.E"} | ({"LDGSTS.E.BYPASS.128"} if variant.gather else set())
 
 
 @every_variant
@@ -131,12 +143,12 @@ def test_divisions_are_exact_and_only_they_and_exp_are_fused(variant):
     """
     machine = code(variant)
     counts, routine = machine.counts, {name(text) for text in machine.division}
-    divisions, exps = counts["FCHK"], counts["FRND"]
-    results = variant.tokens // 2 + (variant.tokens // 4 if variant.op == "gate_up" else 0)
-    assert divisions == machine.calls >= results
+    divisions, exps, h = counts["FCHK"], counts["FRND"], variant.tokens // 4
+    # Of NVFP4, gate, up and two panels of down are divided as well, in an epilogue of its own.
+    assert divisions == machine.calls == (h + h * 5 if variant.format == "nvfp4" else h)
     assert counts["MUFU.RCP"] == divisions + counts[WHOLE]
     assert {"MUFU.RCP", "FFMA.RZ", "FFMA.RM", "FFMA.RP", "RET.REL.NODEC"} <= routine
-    assert exps >= (variant.tokens // 4 if variant.op == "gate_up" else 0)
+    assert exps == h * epilogues(variant)
     assert counts["FFMA"] == 5 * divisions + 9 * exps
     assert counts["FADD"] == exps  # 1 + exp(-g)
     assert counts["FMNMX.NAN"] == 5 * exps

@@ -1,4 +1,4 @@
-"""Machine code of gate_up and down of class a8 on sm_90: each chain of 128 along k on the units
+"""Machine code of the experts kernel of class a8 on sm_90: each chain of 128 along k on the units
 that the variant says, begun at +0 by its first instruction, and added by one fused step. It shows
 what the compiler made; tests/gpu show that it runs.
 """
@@ -20,31 +20,24 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def gate_up(format: str, tokens: int, units: str, down: str) -> Variant:
-    gather = units == "fp8" and tokens <= 16
-    return Variant("gate_up", format, tokens, gather, False, "a8", units, down)
+def variant_of(format: str, tokens: int, units: str) -> Variant:
+    return Variant(format, tokens, units == "fp8" and tokens <= 16, True, "a8", units)
 
 
-def down(format: str, tokens: int, units: str) -> Variant:
-    return Variant("down", format, tokens, False, True, "a8", units, units)
-
-
-# Both formats, both ops, all units, gathered rows and packed ones.
+# Both formats, all units, gathered rows and packed ones.
 QUICK = {
-    gate_up("mxfp4", 8, "fp8", "fp8"),
-    gate_up("nvfp4", 16, "fp8", "both"),
-    gate_up("nvfp4", 8, "both", "bf16"),
-    down("mxfp4", 8, "both"),
-    down("mxfp4", 16, "bf16"),
-    down("nvfp4", 40, "fp8"),
-    down("mxfp4", 112, "fp8"),
+    variant_of("mxfp4", 8, "fp8"),
+    variant_of("nvfp4", 16, "fp8"),
+    variant_of("nvfp4", 8, "both"),
+    variant_of("mxfp4", 16, "bf16"),
+    variant_of("nvfp4", 40, "fp8"),
 }
 # Compiling all takes half an hour on two cores: these, and the widest tiles, stand for them.
 LONG = {
-    gate_up("mxfp4", 40, "fp8", "fp8"),
-    gate_up("mxfp4", 112, "fp8", "fp8"),
-    down("nvfp4", 64, "fp8"),
-    down("nvfp4", 40, "bf16"),
+    variant_of("mxfp4", 40, "fp8"),
+    variant_of("mxfp4", 112, "fp8"),
+    variant_of("nvfp4", 64, "fp8"),
+    variant_of("nvfp4", 40, "bf16"),
 }
 every_variant = pytest.mark.parametrize(
     "variant",
@@ -150,13 +143,13 @@ def test_a_chain_is_added_by_one_fused_step(variant):
 @every_variant
 def test_no_spills_where_the_matrix_units_work(variant):
     """A few words are spilled in the epilogue of wide tiles; nowhere in a chain, and none at all of
-    narrow tiles.
+    narrow tiles (16 tokens on the bf16 units keep operands of the next stage too, and are wide).
     """
     machine = code(variant)
     local = [place for place, text in enumerate(machine.main) if re.match("STL|LDL", text)]
-    if variant.tokens <= 16:
+    if variant.tokens <= (16 if variant.units == "fp8" else 8):
         assert machine.stack == 0 and not local
-    if variant.units == "fp8" and variant.tokens <= 40:
+    if variant.units != "both" and variant.tokens <= 40:
         for places in chains(variant, machine).values():
             assert not [place for place in local if places[0] <= place <= places[-1]]
 
@@ -168,7 +161,7 @@ def test_registers_and_shared_memory_of_a_block_fit(variant):
     at_start = -(-machine.registers // 8) * 8
     assert at_start * THREADS <= SM_REGISTERS
     taken = {name(t).split(".")[1]: int(t.split()[-1], 16) for t in machine.main if "SETMAX" in t}
-    assert bool(taken) == (variant.tokens >= 40)
+    assert bool(taken) == (variant.tokens >= 16)
     if taken:
         multiplying = THREADS // 32 - FILLING_WARPS
         total = FILLING_WARPS * taken["DEALLOC"] + multiplying * taken["TRY_ALLOC"]
@@ -185,16 +178,16 @@ def test_weights_come_in_bulk_and_are_read_16_bytes_at_a_time(variant):
         assert loads["LDS.128"] == 2, "codes of both panels"
         assert not [kind for kind in loads if kind.startswith(("LDG", "LDL"))]
     counts = machine.counts
-    assert counts["UBLKCP.S.G"] >= (1 if variant.gather else 3)
+    assert counts["UBLKCP.S.G"] >= 3  # weights, packed rows and their scales
     copies = {kind for kind in counts if kind.startswith("LDGSTS")}
-    gathered = {"LDGSTS.E.BYPASS.128", "LDGSTS.E"}  # codes, and scales of 4 bytes
-    assert copies == (gathered if variant.gather else set())
+    # Slots of 4 bytes; codes of gathered rows.
+    assert copies == {"LDGSTS.E"} | ({"LDGSTS.E.BYPASS.128"} if variant.gather else set())
 
 
 @every_variant
 def test_arithmetic_is_that_of_the_contract(variant):
     """Nothing is flushed or approximate; only divisions, exp and the additions of chains are
-    fused; e4m3 codes are rounded in pairs, by gate_up alone.
+    fused; e4m3 codes are rounded in pairs.
     """
     machine = code(variant)
     counts = machine.counts
@@ -202,8 +195,10 @@ def test_arithmetic_is_that_of_the_contract(variant):
     assert {kind for kind in counts if kind.startswith("MUFU")} <= {"MUFU.RCP"}
     assert {kind for kind in counts if kind.startswith("FMNMX")} <= {"FMNMX.NAN"}
     divisions, exps, tokens = counts["FCHK"], counts["FRND"], variant.tokens
-    assert divisions == machine.calls >= tokens // 2
-    assert exps >= (tokens // 4 if variant.op == "gate_up" else 0)
+    # As in test_machine_code.py.
+    epilogues, h = 2 if variant.format == "nvfp4" else 1, tokens // 4
+    assert divisions == machine.calls == (h + h * 5 if variant.format == "nvfp4" else h)
+    assert exps == h * epilogues
     sums = sum(width // 2 for width in widths(tokens, batches(variant))) * len(kinds(variant))
     # Narrow tiles add a chain while the next one runs, so the last one behind their loop.
     chains_added = counts["FFMA"] - 5 * divisions - 9 * exps
@@ -216,8 +211,8 @@ def test_arithmetic_is_that_of_the_contract(variant):
     assert all(
         re.fullmatch(r"HADD2\.F32 R\d+, -RZ, R\d+(\.reuse)?\.H[01]_H[01]", t) for t in widened
     )
-    assert bool(widened) == (variant.op == "gate_up" and variant.down_units != "fp8")
-    assert counts[ROUNDED] == (tokens // 8 if variant.op == "gate_up" else 0)
+    assert bool(widened) == (variant.units != "fp8")
+    assert counts[ROUNDED] == tokens // 8 * epilogues
     kinds_of_e4m3 = {kind for kind in counts if kind.startswith("F2F") and "E4M3" in kind}
     assert kinds_of_e4m3 <= {ROUNDED, "F2FP.F16.E4M3.UNPACK_B"}
 

@@ -21,6 +21,8 @@ NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
 ARCHITECTURES = (*NVIDIA, "gfx942")
 EVERYWHERE = ["logits narrow", "logits wide", "logits f32", "select", "route_table", "combine a16"]
 EVERYWHERE += ["quantize", "finish", "swiglu"]
+EARLY = ("sm_90", "sm_100")
+WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 # Anything that flushes, approximates, or may be contracted to a fused multiply-add.
 LOOSE = re.compile(r"ftz|approx|\.full|ex2|lg2|^(add|sub|mul|mad)\.f(32|64)|^fma")
 AMD_FUSED = re.compile(r"v_(pk_)?(fma|mad|mac)\w*_f(16|32|64)")
@@ -114,3 +116,31 @@ def test_loads_of_16_bytes(code):
     for name in ("logits narrow", "logits wide"):
         assert matching(code[f"{name}@sm_90"], r"^cp\.async\.cg\.shared\.global$")
         assert not matching(code[f"{name}@sm_90"], r"^cp\.async\.ca|^ld\.global")
+
+
+def test_early_kernels_wait_before_they_touch_memory_and_only_then_let_the_next_one_start(code):
+    for name, facts in code.items():
+        kernel, architecture = name.split("@")
+        if architecture not in EARLY or kernel == "swiglu":
+            continue
+        assert facts["waits"], name
+        for order in (facts["order"], facts.get("machine order", facts["order"])):
+            assert order[:3] == [WAIT, START, "memory"], (name, order)
+            assert order.count(WAIT) == order.count(START) == 1, name
+
+
+def test_only_kernels_that_wait_ask_to_be_started_early(code):
+    """Not those that join a second stream, nor those that take tensor memory first."""
+    assert {name for name, facts in code.items() if facts["asks"] and not facts["waits"]} == set()
+    silent = {name for name, facts in code.items() if facts["waits"] and not facts["asks"]}
+    shared = {"combine a16@sm_90", "combine a16@sm_100", "combine a8@sm_90", "combine 64@sm_90"}
+    assert silent == shared | {"logits narrow@sm_100", "logits wide@sm_100"}
+
+
+def test_other_architectures_know_nothing_of_it(code):
+    others = [name for name in code if not name.endswith(EARLY)]
+    assert len(others) == 3 * len(EVERYWHERE)
+    for name in others:
+        facts = code[name]
+        assert not facts["waits"] and not facts["asks"], name
+        assert not {WAIT, START} & set(facts["order"]), name

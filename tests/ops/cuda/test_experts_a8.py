@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from cuda_code import a8_variants
+from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.cuda.source import THREADS, UNITS, Pack
 from exactmoe.ops import PACKED
 from exactmoe.ops.cuda import experts
+from exactmoe.ops.cuda.experts import Experts
 from exactmoe.plan.tiles import TILES
-from fake_launches import BLOCK, addresses, keep_launches, routes_of, weight
+from fake_launches import BLOCK, keep_launches, routes_of, told, weight
 
 E4M3 = torch.float8_e4m3fn
+A8 = Numerics.preset("a8")
 
 
 @pytest.fixture
@@ -32,7 +35,8 @@ def packed_rows(count: int, columns: int, units: str = "auto") -> Rows:
     return Rows(codes, scales) if units == "fp8" else Rows(wide, scales, wide)
 
 
-def run_gate_up(weights, tokens=3, top_k=2, limit=None, units="auto", scratch=True):
+def run_gate_up(weights, tokens=3, top_k=2, limit=None, units="auto", scratch=True, both=False):
+    """Or both: then slots come last."""
     gate, _, down = weights
     count = PACKED.rows_of_h(tokens * top_k, gate.num_experts)
     packed = packed_rows(count, gate.columns, units) if scratch else None
@@ -43,14 +47,21 @@ def run_gate_up(weights, tokens=3, top_k=2, limit=None, units="auto", scratch=Tr
     )
     h = packed_rows(count, down.columns, units)
     routes, routing = routes_of(tokens * top_k, gate.num_experts), torch.empty(tokens, top_k)
-    experts.gate_up_a8(x, weights, routes, routing, limit, h)
+    given, out = (
+        Experts(weights, routes, limit, A8, routing),
+        torch.empty(tokens * top_k, down.rows),
+    )
+    if both:
+        experts.gate_up_down(given, x, h, out)
+        return x, h, routes, routing, out
+    experts.gate_up(given, x, h)
     return x, h, routes, routing
 
 
 def run_down(down, slots=6, early=False, units="auto"):
     h = packed_rows(PACKED.rows_of_h(slots, down.num_experts), down.columns, units)
     routes, out = routes_of(slots, down.num_experts), torch.empty(slots, down.rows)
-    experts.down_a8(h, down, routes, out, early)
+    experts.down(Experts((None, None, down), routes, None, A8), h, out, early)
     return h, out, routes
 
 
@@ -61,67 +72,56 @@ def layer_of(format="nvfp4", gate="fp8", up=None, down="fp8", **sizes):
     return (*pair, weight(format, units=down, **back))
 
 
-def address(tensor) -> int | None:
-    """A null pointer is None."""
-    return None if tensor is None else tensor.data_ptr()
+def named(weights):
+    return dict(zip(("gate", "up", "down"), weights, strict=True))
 
 
-def rows_arguments(prefix: str, rows: Rows) -> dict[str, int | None]:
-    wide = rows.packed if isinstance(rows.packed, torch.Tensor) else None
-    return {f"wide_{prefix}": address(wide), f"{prefix}_scales": address(rows.scales)}
-
-
-@pytest.mark.parametrize("down", UNITS)
+@pytest.mark.parametrize("both", [False, True], ids=["gate_up", "both"])
 @pytest.mark.parametrize("format", BLOCK)
-def test_gate_up_of_few_tokens_on_the_fp8_units(launched, format, down):
+def test_few_tokens_on_the_fp8_units(launched, format, both):
     """Rows are gathered from x; no other units read them."""
-    weights = layer_of(format, "fp8", down=down)
-    x, h, routes, routing = run_gate_up(weights, limit=1.5)
+    weights = layer_of(format)
+    x, h, routes, routing, *out = run_gate_up(weights, limit=1.5, both=both)
     (one,) = launched
-    assert one.what in a8_variants()
-    assert (one.what.units, one.what.down_units, one.what.gather) == ("fp8", down, True)
-    assert (one.what.op, one.what.format, one.what.tokens) == ("gate_up", format, 8)
-    assert one.early
-    gate, up, below = weights
-    assert one.arguments == {
-        **addresses("first", gate),
-        **addresses("second", up),
-        "offsets": routes.offsets.data_ptr(),
-        "slots": routes.slots.data_ptr(),
-        "x": x.values.data_ptr(),
-        "out": h.values.data_ptr(),
-        "num_experts": 4,
-        "k": 384,
-        "panels": 2,
-        "top_k": 2,
-        "divide": 0,
-        "limit": 1.5,
-        "wide_x": None,
-        "x_scales": x.scales.data_ptr(),
-        "first_on_fp8": gate.on_fp8.data_ptr(),
-        "second_on_fp8": up.on_fp8.data_ptr(),
-        **rows_arguments("h", h),
-        "down_on_fp8": below.on_fp8.data_ptr(),
-        "weights": routing.data_ptr(),
-    }
+    assert one.what in a8_variants() and one.early
+    assert (one.what.format, one.what.tokens) == (format, 8)
+    assert (one.what.units, one.what.gather, one.what.slot_f32) == ("fp8", True, True)
+    assert one.arguments == told(
+        named(weights),
+        routes,
+        x=Rows(x.values, x.scales),
+        h=h,
+        out=out[0] if both else None,
+        weights=routing,
+        num_experts=4,
+        hidden=384,
+        inner=256,
+        top_k=2,
+        phases=3 if both else 1,
+        limit=1.5,
+    )
 
 
 @pytest.mark.parametrize(
-    ("gate", "up", "joint"),
+    ("gate", "up", "down", "packed", "joint"),
     [
-        ("bf16", "bf16", "bf16"),
-        ("both", "both", "both"),
-        ("fp8", "bf16", "both"),
-        ("bf16", "fp8", "both"),
-        ("both", "fp8", "both"),
+        ("bf16", "bf16", "bf16", "bf16", "bf16"),
+        ("both", "both", "both", "both", "both"),
+        ("fp8", "bf16", "both", "both", "both"),
+        ("bf16", "fp8", "fp8", "both", "both"),
+        ("both", "fp8", "bf16", "both", "both"),
+        ("bf16", "bf16", "fp8", "bf16", "both"),
+        ("fp8", "fp8", "bf16", "fp8", "both"),
     ],
 )
-def test_other_units_read_packed_rows_at_every_width(launched, gate, up, joint):
-    """gate and up of an expert are one work item, whose rows may be wanted as both."""
-    weights = layer_of("mxfp4", gate, up, "both")
+def test_other_units_read_packed_rows_at_every_width(launched, gate, up, down, packed, joint):
+    """gate and up of an expert are one work item, whose rows may be wanted as both; x is packed for
+    these two, h for down.
+    """
+    weights = layer_of("mxfp4", gate, up, down)
     x, h, routes, _ = run_gate_up(weights)
     pack, one = launched
-    assert pack.what == Pack("a8", joint) and pack.early
+    assert pack.what == Pack("a8", packed) and pack.early
     assert pack.grid == (4, 6, 256)
     assert pack.arguments == {
         "offsets": routes.offsets.data_ptr(),
@@ -137,12 +137,11 @@ def test_other_units_read_packed_rows_at_every_width(launched, gate, up, joint):
         "top_k": 2,
     }
     assert one.what in a8_variants() and one.early
-    assert (one.what.units, one.what.down_units, one.what.gather) == (joint, "both", False)
-    assert one.arguments["x"] == x.packed.values.data_ptr()
-    assert {name: one.arguments[name] for name in ("wide_x", "x_scales")} == rows_arguments(
-        "x", x.packed
-    )
-    assert one.arguments["out"] == h.values.data_ptr()
+    assert (one.what.units, one.what.gather) == (joint, False)
+    for name, rows in (("x", x.packed), ("h", h)):
+        assert one.arguments[f"{name}.values"] == rows.values.data_ptr()
+        assert one.arguments[f"{name}.wide"] == rows.packed.data_ptr()
+        assert one.arguments[f"{name}.scales"] == rows.scales.data_ptr()
     assert one.arguments["limit"] == inf
 
 
@@ -151,9 +150,16 @@ def test_many_tokens_are_packed_first(launched):
     pack, one = launched
     assert pack.what == Pack("a8", "fp8") and pack.grid == (4, 8, 256)
     assert (one.what.tokens, one.what.gather) == (112, False)
-    assert one.arguments["x"] == x.packed.values.data_ptr()
-    assert one.arguments["x_scales"] == x.packed.scales.data_ptr()
+    assert one.arguments["x.values"] == x.packed.values.data_ptr()
+    assert one.arguments["x.scales"] == x.packed.scales.data_ptr()
     assert one.arguments["top_k"] == 3
+
+
+def test_the_widest_tile_is_for_experts_on_the_fp8_units(launched):
+    for units in UNITS:
+        for both in (False, True):
+            run_gate_up(layer_of(down=units), tokens=300, both=both)
+            assert launched[-1].what.tokens == (112 if units == "fp8" else 64)
 
 
 @pytest.mark.parametrize("units", ["bf16", "fp8"])
@@ -163,10 +169,10 @@ def test_one_kind_of_units_has_scratch_for_itself_only(launched, units):
     x, h, _, _ = run_gate_up(weights, tokens=300, units=units)
     pack, one = launched
     wide = x.packed.values.data_ptr() if units == "bf16" else None
-    assert pack.arguments["wide"] == one.arguments["wide_x"] == wide
-    assert one.arguments["wide_h"] == (h.values.data_ptr() if units == "bf16" else None)
+    assert pack.arguments["wide"] == one.arguments["x.wide"] == wide
+    assert one.arguments["h.wide"] == (h.values.data_ptr() if units == "bf16" else None)
     h, _, _ = run_down(weights[2], units=units)
-    assert launched[-1].arguments["wide_x"] == (h.values.data_ptr() if units == "bf16" else None)
+    assert launched[-1].arguments["h.wide"] == (h.values.data_ptr() if units == "bf16" else None)
 
 
 def test_packed_rows_need_scratch(launched):
@@ -185,26 +191,10 @@ def test_down(launched, units, early):
     h, out, routes = run_down(down, early=early)
     (one,) = launched
     assert one.what in a8_variants() and one.early == early
-    assert (one.what.op, one.what.format, one.what.tokens) == ("down", "mxfp4", 8)
+    assert (one.what.format, one.what.tokens) == ("mxfp4", 8)
     assert (one.what.units, one.what.slot_f32) == (units, True)
-    assert one.arguments == {
-        **addresses("first", down),
-        **addresses("second", down),
-        "offsets": routes.offsets.data_ptr(),
-        "slots": routes.slots.data_ptr(),
-        "x": h.values.data_ptr(),
-        "out": out.data_ptr(),
-        "num_experts": 4,
-        "k": 256,
-        "panels": 3,
-        "top_k": 1,
-        "divide": 0,
-        "limit": inf,
-        **rows_arguments("x", h),
-        "first_on_fp8": down.on_fp8.data_ptr(),
-        "second_on_fp8": down.on_fp8.data_ptr(),
-        **dict.fromkeys(("wide_h", "h_scales", "down_on_fp8", "weights")),
-    }
+    sizes = {"num_experts": 4, "hidden": 384, "inner": 256, "top_k": 1}
+    assert one.arguments == told({"down": down}, routes, h=h, out=out, phases=2, limit=inf, **sizes)
 
 
 def test_each_projection_may_divide(launched):
@@ -214,12 +204,13 @@ def test_each_projection_may_divide(launched):
             run_gate_up((*pair, weight(rows=384, columns=256)))
             assert launched[-1].arguments["divide"] == gate + 2 * up
         run_down(weight(divide=gate))
-        assert launched[-1].arguments["divide"] == gate
+        assert launched[-1].arguments["divide"] == 4 * gate
 
 
 def test_no_slots_launch_nothing(launched):
     run_gate_up(layer_of(), tokens=0)
     run_gate_up(layer_of(gate="both"), tokens=3, top_k=0)
+    run_gate_up(layer_of(), tokens=0, both=True)
     run_down(weight(), slots=0)
     assert launched == []
 
@@ -250,9 +241,9 @@ def test_every_tile_launches_a_variant_whose_code_is_tested(launched, monkeypatc
         for slots in (4, 800):
             for format in BLOCK:
                 for units in UNITS:
-                    for down in UNITS:
-                        layer = layer_of(format, units, down=down, **small)
-                        run_gate_up(layer, slots // 2, 2)
-                    run_down(weight(format, units=units, **small), slots)
+                    layer = layer_of(format, units, down=units, **small)
+                    for both in (False, True):
+                        run_gate_up(layer, slots // 2, 2, both=both)
+                    run_down(layer[2], slots)
     packs = {Pack("a8", units) for units in UNITS}
     assert {one.what for one in launched} == set(a8_variants()) | packs

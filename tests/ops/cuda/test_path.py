@@ -10,7 +10,9 @@ from exactmoe.config import Numerics
 from exactmoe.errors import Unsupported
 from exactmoe.formats.rows import Rows
 from exactmoe.ops import cuda_path
+from exactmoe.ops.cuda.experts import Experts
 from exactmoe.ops.cuda_path import CudaA8Bf16Path, CudaA8Fp8Path, CudaA8Path, CudaPath
+from exactmoe.ops.path import ExpertSettings
 from exactmoe.ops.triton_path import TritonPath
 from exactmoe.runtime.routes import RouteTable
 
@@ -23,20 +25,19 @@ class Calls:
     """A path whose kernels are not launched; `stream` is the current one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[CudaPath]) -> None:
-        self.path, self.stream, self.early, self.gate_ups = kind(), 1, [], []
+        self.path, self.stream, self.early, self.gate_ups, self.both = kind(), 1, [], [], []
         monkeypatch.setattr(
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream)
         )
         monkeypatch.setattr(TritonPath, "route_table", staticmethod(lambda *arguments: None))
-        suffix = "_a8" if kind in A8_PATHS else ""
-        monkeypatch.setattr(
-            cuda_path.experts,
-            f"gate_up{suffix}",
-            lambda *arguments: self.gate_ups.append(arguments),
-        )
-        monkeypatch.setattr(
-            cuda_path.experts, f"down{suffix}", lambda *arguments: self.early.append(arguments[-1])
-        )
+        for name, keep in (
+            ("gate_up", self.gate_ups.append),
+            ("gate_up_down", self.both.append),
+            ("down", lambda arguments: self.early.append(arguments[-1])),
+        ):
+            monkeypatch.setattr(
+                cuda_path.experts, name, lambda *arguments, keep=keep: keep(arguments)
+            )
 
     def route(self, routes: RouteTable) -> None:
         self.path.route_table(torch.empty(1, 1, dtype=torch.int32), 4, routes)
@@ -103,6 +104,28 @@ def test_streams_are_told_apart(calls):
     calls.route(routes)
     calls.stream = 1
     assert calls.down(routes)
+
+
+def test_both_in_one_launch(calls):
+    """All of the call is handed on; no down is to start behind it."""
+    routes, slots = table(), torch.empty(1)
+    settings = ExpertSettings(1.5, Numerics(slot="f32"), H)
+    weights = (object(), object(), object())
+    calls.path.gate_up_down(ROWS, weights, routes, settings, ROWS, slots)
+    ((given, *arrays),) = calls.both
+    assert vars(given) == vars(Experts(weights, routes, *settings))
+    assert [id(array) for array in arrays] == [id(ROWS), id(ROWS), id(slots)]
+    assert not calls.down(routes)
+
+
+def test_a_launch_of_one_phase_knows_its_class(calls):
+    """Of a8 the routing weights too, and all three projections: gate_up quantises for down."""
+    routes = table()
+    calls.gate_up(routes)
+    ((given, *_),) = calls.gate_ups
+    a8 = isinstance(calls.path, CudaA8Path)
+    assert given.a8 == a8 and (given.routing is H) == a8
+    assert given.weights == ((WEIGHT,) * 3 if a8 else (WEIGHT, WEIGHT, None))
 
 
 def test_each_class_has_a_path_of_its_name():

@@ -1,22 +1,14 @@
-// What the kernel is given, where the ring lies, and the warps that fill it.
+// The ring in shared memory, and the warps that fill it: one copies weights, three bring token rows.
+//
+// Blocks take items off a queue, first all of gate_up, then all of down: whoever waits for h waits
+// only for items that running blocks have taken, whatever else occupies the card. The warp that
+// copies weights takes items ahead and tells the others.
 
-struct Arguments {
-    const u8* codes[2];         // of the first and the second projection (down: the same)
-    const u8* scales[2];
-    u64 code_stride[2], scale_stride[2];  // bytes from expert to expert
-    const float* factors[2];
-    const u8* on_fp8[2];        // MIXED: of each expert
-    const int* offsets;
-    const int* slots;
-    const u8* x;                // token rows, or packed ones; e4m3 in a8
-    const u8* wide_x;           // a8: packed e4m3 values as bf16
-    const float* x_scales;      // a8: of rows, or of pieces
-    u32 num_experts, k, panels, top_k;
-};
+constexpr u32 NUM_QUEUES = 4;  // counters: of the next item, by phases; then of each expert
 
-// Shared memory addresses of the first stage.
+// Shared memory addresses: of the first stage, and of barriers.
 struct Ring {
-    u32 x, codes, scales, x_scales, full, empty;
+    u32 x, codes, scales, x_scales, full, empty, item_full, item_empty, factors_full;
 };
 
 // Where a lane reads in the ring's first stage.
@@ -33,120 +25,189 @@ struct Passes {
     bool first_on_fp8 = UNITS_FP8, second_on_fp8 = UNITS_FP8;  // the two projections
     u32 first, last;
 
-    __device__ __forceinline__ Passes(const Arguments& given, u32 expert) {
-        if (MIXED) {
-            first_on_fp8 = given.on_fp8[0][expert];
-            second_on_fp8 = given.on_fp8[1][expert];
-        }
+    __device__ __forceinline__ Passes(const Item& item) {
+        if (MIXED) first_on_fp8 = item.first_on_fp8, second_on_fp8 = item.second_on_fp8;
         first = first_on_fp8 && second_on_fp8 ? FP8_PASS : BF16_PASS;
         last = first_on_fp8 || second_on_fp8 ? FP8_PASS : BF16_PASS;
     }
 };
 
-// One warp: weights, and packed rows. down may start while gate_up ends: its first weights need no h.
-__device__ __forceinline__ void fill_ring(const Arguments& given, const Ring& ring, const Work& work,
-                                          u32 blocks, u32 items, u32 lane) {
-    u32 chunks = given.k / CHUNK;
-    bool waited = GATE_UP;
-    Place place;
-#pragma unroll 1
-    for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
-        Item item = work.find(given.num_experts, index, blocks);
-        u32 eights = GATHER ? 0 : (item.count + 7) / 8;
-        // Lanes 0 ... 3 copy codes and scales of both panels.
-        bool codes = lane < 2, second = lane % 2;
-        u32 panel = GATE_UP ? item.block : 2 * item.block + second;
-        panel = panel < given.panels ? panel : panel - 1;
-        u32 bytes = codes ? CODE_BYTES : PANEL_SCALE_BYTES;
-        const u8* source = codes ? (second ? given.codes[1] : given.codes[0])
-                                 : (second ? given.scales[1] : given.scales[0]);
-        u64 stride = codes ? (second ? given.code_stride[1] : given.code_stride[0])
-                           : (second ? given.scale_stride[1] : given.scale_stride[0]);
-        source += item.expert * stride + u64(panel) * chunks * bytes;
-        u32 target = (codes ? ring.codes : ring.scales) + second * bytes;
-        Passes passes(given, item.expert);
-#pragma unroll 1
-        for (u32 pass = passes.first; pass <= passes.last; ++pass) {
-            u32 rows_bytes = UNITS_FP8 && (!MIXED || pass == FP8_PASS) ? FP8_ROWS_BYTES : ROWS_BYTES;
-            const u8* rows = A8 && UNITS_BF16 && (!MIXED || pass == BF16_PASS) ? given.wide_x : given.x;
-            u32 expected = WEIGHT_BYTES + eights * (rows_bytes + (A8 ? PIECE_SCALE_BYTES : 0));
-            auto fill_weights = [&](u32 chunk, u32 stage) {
-                if (lane == 0) barrier_arrive_expect(ring.full + 8 * stage, expected);
-                if (lane < 4)
-                    copy_bulk(target + stage * 2 * bytes, source + chunk * bytes, bytes,
-                              ring.full + 8 * stage);
-            };
-            auto fill_rows = [&](u32 chunk, u32 stage) {
-                u64 piece = item.piece(chunks, chunk);
-                if (!GATHER && lane == 4)
-                    copy_bulk(ring.x + stage * X_BYTES, rows + piece * rows_bytes,
-                              eights * rows_bytes, ring.full + 8 * stage);
-                if (!GATHER && A8 && lane == 5)
-                    copy_bulk(ring.x_scales + stage * X_SCALE_BYTES, given.x_scales + piece * 8,
-                              eights * PIECE_SCALE_BYTES, ring.full + 8 * stage);
-            };
-            u32 chunk = 0;
-            if (!waited) {
-                u32 ahead = chunks < STAGES ? chunks : STAGES;
-#pragma unroll 1
-                for (u32 stage = 0; stage < ahead; ++stage) fill_weights(stage, stage);
-                wait_for_earlier_kernels();
-                waited = true;
-#pragma unroll 1
-                for (; chunk < ahead; ++chunk, place.next()) fill_rows(chunk, chunk);
-            }
-#pragma unroll 1
-            for (; chunk < chunks; ++chunk, place.next()) {
-                barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);
-                fill_weights(chunk, place.stage);
-                fill_rows(chunk, place.stage);
-            }
-        }
+// Units of the two projections are those of lanes 0, 1.
+__device__ __forceinline__ void tell(Item& told, Item item, u32 on_fp8, u32 full, u32 lane) {
+    item.first_on_fp8 = __shfl_sync(~0u, on_fp8, 0);
+    item.second_on_fp8 = __shfl_sync(~0u, on_fp8, 1);
+    if (lane == 0) {
+        told = item;
+        barrier_arrive(full);
     }
-    // A block without items, too, ends behind gate_up: what follows down may rely on both.
-    if (!waited) wait_for_earlier_kernels();
 }
 
-// Three warps: rows of x that are not packed; each warp fills every third stage.
-__device__ __forceinline__ void gather_rows(const Arguments& given, const Ring& ring,
-                                            const Work& work, u32 blocks, u32 items, u32 number,
-                                            u32 lane) {
-    u32 piece = lane % 8, turn = 0, chunks = given.k / CHUNK;
+// So are their factors, which come later: rows need none.
+__device__ __forceinline__ void tell_factors(WholeItem& told, float factor, u32 full, u32 lane) {
+    float second = __shfl_sync(~0u, factor, 1);
+    if (lane == 0) {
+        told.first_factor = factor;
+        told.second_factor = second;
+        barrier_arrive(full);
+    }
+}
+
+// One warp: takes items and copies their weights.
+__device__ __forceinline__ void fill_weights(const Arguments& given, const Ring& ring, Work& work,
+                                             u32 lane) {
+    // Stages to go when the next item is taken: not long ahead, for a free block may take it.
+    constexpr u32 AHEAD = 2;
+    u32* next = given.counters + given.phases - 1;
+    u32 index = lane == 0 ? atomicAdd(next, 1u) : 0;
+    u32 tiles = work.tiles_before[given.num_experts];
+    u32 of_gate_up = given.phases & GATE_UP ? tiles * given.gate_up_blocks() : 0;
+    u32 items = of_gate_up + (given.phases & DOWN ? tiles * given.down_blocks() : 0);
+    // Lanes 0 ... 3 copy codes and scales of both panels.
+    bool codes = lane < 2, second = lane % 2;
+    u32 bytes = codes ? CODE_BYTES : PANEL_SCALE_BYTES;
+    u32 target = (codes ? ring.codes : ring.scales) + second * bytes;
     Place place;
-    for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
-        Item item = work.find(given.num_experts, index, blocks);
-        u32 row_of[TOKENS / 4];  // of rows lane / 8, + 4, ...
+    PlaceIn<ITEMS> turn;
+    while (true) {
+        index = __shfl_sync(~0u, index, 0);
+        barrier_wait(ring.item_empty + 8 * turn.stage, turn.parity ^ 1);
+        if (index >= items) break;
+        bool down = index >= of_gate_up;
+        u32 blocks = down ? given.down_blocks() : given.gate_up_blocks();
+        u32 rest = down ? index - of_gate_up : index;
+        Item item = work.find(given.num_experts, rest / blocks, rest % blocks, lane);
+        item.phase = down ? DOWN : GATE_UP;
+        const Projection& weight = down ? given.down : second ? given.up : given.gate;
+        float factor = weight.factors[item.expert];
+        u32 on_fp8 = MIXED ? weight.on_fp8[item.expert] : UNITS_FP8;
+        u32 panels = (down ? given.hidden : given.inner) / PANEL;
+        u32 panel = down ? 2 * item.block + second : item.block, chunks = given.chunks(item.phase);
+        panel = panel < panels ? panel : panel - 1;
+        const u8* source = (codes ? weight.codes : weight.scales) +
+                           item.expert * (codes ? weight.code_stride : weight.scale_stride) +
+                           u64(panel) * chunks * bytes;
+        tell(work.items[turn.stage], item, on_fp8, ring.item_full + 8 * turn.stage, lane);
+        u32 passes = 1, take = chunks > AHEAD ? chunks - AHEAD : 0;
+        if (MIXED) passes += __shfl_sync(~0u, on_fp8, 0) != __shfl_sync(~0u, on_fp8, 1);
+#pragma unroll 1
+        for (u32 pass = 0; pass < passes; ++pass) {
+#pragma unroll 1
+            for (u32 chunk = 0; chunk < chunks; ++chunk, place.next()) {
+                u32 full = ring.full + 8 * place.stage;
+                barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);
+                if (lane == 0) barrier_arrive_expect(full, WEIGHT_BYTES);
+                __syncwarp();
+                if (lane < 4)
+                    copy_bulk(target + place.stage * 2 * bytes, source + chunk * bytes, bytes, full);
+                if (pass == 0 && chunk == 0)
+                    tell_factors(work.items[turn.stage], factor, ring.factors_full + 8 * turn.stage,
+                                 lane);
+                if (pass + 1 == passes && chunk == take) index = lane == 0 ? atomicAdd(next, 1u) : 0;
+            }
+        }
+        turn.next();
+    }
+    tell(work.items[turn.stage], Item{}, 0, ring.item_full + 8 * turn.stage, lane);
+    // The last block of the grid to find nothing more.
+    if (lane == 0 && index == items + gridDim.x - 1) atomicExch(next, 0u);
+}
+
+// By one lane of each warp that fills rows: all of h of the item's expert is written.
+__device__ __forceinline__ void wait_for_h(const Arguments& given, const Item& item) {
+    u32* ready = given.counters + NUM_QUEUES + item.expert;
+    u32 written = item.tiles * given.gate_up_blocks() * WARPS;
+    while (load_acquire(ready) < written) {}
+    proxy_fence_global();
+    // The last to have seen it clears it for the next launch.
+    u32 all = written + item.tiles * given.down_blocks() * ROWS_WARPS;
+    if (atomicAdd(ready, 1u) + 1 == all) atomicExch(ready, 0u);
+}
+
+static_assert(STAGES >= ROWS_WARPS, "a warp that waits for a stage would see the wrong parity");
+
+// A warp's share of an item's rows, which are not packed. Eight lanes copy 128 bytes of a row. Rows
+// past the count keep old values: they reach only columns that nobody stores.
+__device__ __forceinline__ void gather_rows(const Arguments& given, const Ring& ring,
+                                            const Item& item, Place& place, u32& turn, u32 lane) {
+    u32 piece = lane % 8, chunks = given.hidden / CHUNK;
+    u32 row_of[TOKENS / 4];  // of rows lane / 8, + 4, ...
+#pragma unroll
+    for (u32 i = 0; i < TOKENS / 4; ++i) {
+        u32 row = 4 * i + lane / 8;
+        row_of[i] = row < item.count ? given.slots[item.first + row] / given.top_k : 0;
+    }
+    for (u32 chunk = 0; chunk < chunks; ++chunk, place.next()) {
+        bool mine = turn == 0;
+        turn = mine ? ROWS_WARPS - 1 : turn - 1;
+        if (!mine) continue;
+        barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);
+        u32 target = ring.x + place.stage * X_BYTES;
 #pragma unroll
         for (u32 i = 0; i < TOKENS / 4; ++i) {
             u32 row = 4 * i + lane / 8;
-            row_of[i] = row < item.count ? given.slots[item.first + row] / given.top_k : 0;
-        }
-        for (u32 chunk = 0; chunk < chunks; ++chunk, place.next()) {
-            bool mine = turn == number;
-            turn = turn + 1 == GATHER_WARPS ? 0 : turn + 1;
-            if (!mine) continue;
-            barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);
-            u32 target = ring.x + place.stage * X_BYTES;
-#pragma unroll
-            // Eight lanes copy 128 bytes of a row. Rows past the count keep old values: they reach
-            // only columns that nobody stores.
-            for (u32 i = 0; i < TOKENS / 4; ++i) {
-                u32 row = 4 * i + lane / 8;
-                if (row < item.count) {
-                    const u8* values =
-                        given.x + (u64(row_of[i]) * given.k + chunk * CHUNK) * (A8 ? 1 : 2) + piece * 16;
-                    u32 to = target + row / 8 * ROWS_BYTES + row % 8 * 128 + (piece ^ (row % 8)) * 16;
-                    copy_16(to, values);
-                    if (!A8) copy_16(to + ROWS_BYTES / 2, values + 128);
-                    if (A8 && piece == 0)
-                        copy_4(ring.x_scales + place.stage * X_SCALE_BYTES + row * 4,
-                               given.x_scales + u64(row_of[i]) * chunks + chunk);
-                }
+            if (row < item.count) {
+                const u8* values = given.x.values +
+                                   (u64(row_of[i]) * given.hidden + chunk * CHUNK) * (A8 ? 1 : 2) +
+                                   piece * 16;
+                u32 to = target + row / 8 * ROWS_BYTES + row % 8 * 128 + (piece ^ (row % 8)) * 16;
+                copy_16(to, values);
+                if (!A8) copy_16(to + ROWS_BYTES / 2, values + 128);
+                if (A8 && piece == 0)
+                    copy_4(ring.x_scales + place.stage * X_SCALE_BYTES + row * 4,
+                           given.x.scales + u64(row_of[i]) * chunks + chunk);
             }
-            copies_wait();
-            proxy_fence();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(ring.full + 8 * place.stage);
         }
+        copies_wait();
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.full + 8 * place.stage);
+    }
+}
+
+// A warp's share of an item's packed rows.
+__device__ __forceinline__ void copy_rows(const Arguments& given, const Ring& ring,
+                                          const Item& item, Place& place, u32& turn, u32 lane) {
+    u32 chunks = given.chunks(item.phase), eights = (item.count + 7) / 8;
+    const Rows& rows = item.phase == DOWN ? given.h : given.x;
+    Passes passes(item);
+#pragma unroll 1
+    for (u32 pass = passes.first; pass <= passes.last; ++pass) {
+        bool fp8 = UNITS_FP8 && (!MIXED || pass == FP8_PASS);
+        const u8* values = A8 && !fp8 ? rows.wide : rows.values;
+        u32 bytes = fp8 ? FP8_ROWS_BYTES : ROWS_BYTES;
+#pragma unroll 1
+        for (u32 chunk = 0; chunk < chunks; ++chunk, place.next()) {
+            bool mine = turn == 0;
+            turn = mine ? ROWS_WARPS - 1 : turn - 1;
+            if (!mine || lane != 0) continue;
+            u32 full = ring.full + 8 * place.stage;
+            u64 piece = item.piece(chunks, chunk);
+            barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);
+            barrier_arrive_expect(full, eights * (bytes + (A8 ? PIECE_SCALE_BYTES : 0)));
+            copy_bulk(ring.x + place.stage * X_BYTES, values + piece * bytes, eights * bytes, full);
+            if (A8)
+                copy_bulk(ring.x_scales + place.stage * X_SCALE_BYTES, rows.scales + piece * 8,
+                          eights * PIECE_SCALE_BYTES, full);
+        }
+    }
+}
+
+// Three warps; each fills every third stage, `turn` counts to its next one.
+__device__ __forceinline__ void fill_rows(const Arguments& given, const Ring& ring, const Work& work,
+                                          u32 turn, u32 lane) {
+    Place place;
+    PlaceIn<ITEMS> told;
+    if (given.phases == DOWN) wait_for_earlier_kernels();
+    for (;; told.next()) {
+        barrier_wait(ring.item_full + 8 * told.stage, told.parity);
+        Item item = work.items[told.stage];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.item_empty + 8 * told.stage);
+        if (item.phase == 0) return;
+        bool waits = item.phase == DOWN && given.phases != DOWN;
+        if (waits && lane == 0) wait_for_h(given, item);
+        if (GATHER && item.phase == GATE_UP) gather_rows(given, ring, item, place, turn, lane);
+        else copy_rows(given, ring, item, place, turn, lane);
+        __syncwarp();
     }
 }

@@ -6,12 +6,14 @@ struct Multiply {
     Ring ring;
     Lane lane;
     u32 chunks, first_offset, second_offset;
+    Turns turns;
     bool first_counts, second_counts;  // MIXED: of the projections, which run on these units
 
     __device__ __forceinline__ Multiply(const Ring& ring, const Lane& lane, u32 chunks,
-                                        float first_factor, float second_factor)
-        : ring(ring), lane(lane), chunks(chunks), first_offset(Operands::offset(first_factor)),
-          second_offset(Operands::offset(second_factor)) {}
+                                        const Turns& turns, const WholeItem& item)
+        : ring(ring), lane(lane), chunks(chunks),
+          first_offset(Operands::offset(item.first_factor)),
+          second_offset(Operands::offset(item.second_factor)), turns(turns) {}
 
     // What a finished chain is multiplied by.
     template <int N>
@@ -68,7 +70,7 @@ struct Multiply {
     // A stage's last instructions run on while the next stage's first operands are made.
     template <int N>
     __device__ __forceinline__ void run_ahead(float (&sums)[TOKENS / 2], Place& place) const {
-        u64 first_rows = operand(lane.rows, Operands::ROWS);
+        u32 first_rows = u32(operand(lane.rows, 0));
         bool elected = threadIdx.x % 32 == 0;
         float chain[TOKENS / 2];
         Factors<N> by{};  // zeros: the chain before the first adds nothing
@@ -78,14 +80,14 @@ struct Multiply {
         fetch(weights, place);
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
-            u64 rows = first_rows + place.stage * (X_BYTES / 16);
-            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, [&]() {
+            u32 rows = first_rows + place.stage * (X_BYTES / 16);
+            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, turns, [&]() {
                 wgmma_wait<0>();
                 add<N>(sums, chain, by);
                 if (left < chunks && elected) barrier_arrive(ring.empty + 8 * place.last());
             });
             factors<N>(by, weights, place.stage);
-            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, [&]() {
+            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, turns, [&]() {
                 place.next();
                 if (left > 1) fetch(weights, place);
             });
@@ -100,7 +102,7 @@ struct Multiply {
     template <int N>
     __device__ __forceinline__ void run_in_turn(float (&sums)[TOKENS / 2], Place& place) const {
         constexpr int BATCHES = TOKENS > 64 ? 2 : 1, WIDTH = N / BATCHES;
-        u64 first_rows = operand(lane.rows, Operands::ROWS);
+        u32 first_rows = u32(operand(lane.rows, 0));
         bool elected = threadIdx.x % 32 == 0;
         // A chain begins at +0 by its first instruction; without a value here, the compiler lets no
         // two instructions of it overlap.
@@ -111,14 +113,15 @@ struct Multiply {
         for (u32 left = chunks; left > 0; --left, place.next()) {
             Operands weights;
             fetch(weights, place);
-            u64 rows = first_rows + place.stage * (X_BYTES / 16);
+            u32 rows = first_rows + place.stage * (X_BYTES / 16);
             u32 x_scales = lane.x_scales + place.stage * X_SCALE_BYTES;
             typename Operands::Whole whole(weights, first_offset, second_offset);
             float first, second;
             weights.factors(first, second, first_offset, second_offset);
 #pragma unroll
             for (int batch = 0; batch < BATCHES; ++batch) {
-                whole.template multiply<WIDTH>(chain, rows + batch * (WIDTH / 8 * Operands::ROWS / 16));
+                whole.template multiply<WIDTH>(
+                    chain, rows + batch * (WIDTH / 8 * Operands::ROWS / 16), turns);
                 wgmma_wait<0>();
 #pragma unroll
                 for (int i = 0; i < WIDTH / 8; ++i) {

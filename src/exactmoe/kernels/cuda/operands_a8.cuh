@@ -6,6 +6,8 @@ struct Fp8Operands {
     u32 first[4], second[4];
     Tables first_tables, second_tables;
     static constexpr u32 ROWS = FP8_ROWS_BYTES;  // bytes of eight token rows
+    // Of their description, the low word alone moves with the stage.
+    static constexpr u64 WORDS = u64(ROWS / 16) << 32 | u64(1) << 62;
 
     // Tables hold code x 2^(s - 8), s of the largest block of a piece is 14; MXFP4's factor is 2^p.
     static __device__ __forceinline__ u32 offset(float factor) {
@@ -39,15 +41,10 @@ struct Fp8Operands {
 #endif
     }
 
-    template <int N, int HALF>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32, u32) const {
-        multiply<N, HALF>(chain, rows, 0, 0, []() {});
-    }
-
-    // Half of a stage; `meanwhile` runs when its registers are made.
+    // Half of a stage, of tiles that take no turns; `meanwhile` runs when its registers are made.
     template <int N, int HALF, class Meanwhile>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32, u32,
-                                             Meanwhile meanwhile) const {
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows, u32, u32,
+                                             const Turns&, Meanwhile meanwhile) const {
         u32 a[2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -56,10 +53,12 @@ struct Fp8Operands {
             of_word(second[step], second_tables, step, a[i][1], a[i][3]);
         }
         meanwhile();
+        made(a[0]);
+        made(a[1]);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            wgmma_fp8<N>(chain, a[i], rows + (2 * HALF + i) * 2, HALF + i > 0);
+            wgmma_fp8<N>(chain, a[i], WORDS | (rows + (2 * HALF + i) * 2), HALF + i > 0);
         wgmma_commit();
         if (HALF == 1) wgmma_wait<1>();
     }
@@ -77,12 +76,17 @@ struct Fp8Operands {
         }
 
         template <int N>
-        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows) const {
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows,
+                                                 const Turns& turns) {
+#pragma unroll
+            for (int step = 0; step < 4; ++step) made(a[step]);
+            turns.wait();
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                wgmma_fp8<N>(chain, a[step], rows + step * 2, step > 0);
+                wgmma_fp8<N>(chain, a[step], WORDS | (rows + step * 2), step > 0);
             wgmma_commit();
+            turns.pass();
         }
     };
 };
@@ -93,6 +97,7 @@ struct Bf16Operands {
     u32 first[4], second[4];
     Scales first_scale, second_scale;
     static constexpr u32 ROWS = ROWS_BYTES;
+    static constexpr u64 WORDS = u64(ROWS / 16) << 32 | u64(1) << 62;
 
     static __device__ __forceinline__ u32 offset(float factor) { return bf16_offset(factor); }
 
@@ -109,15 +114,10 @@ struct Bf16Operands {
         of_first = of_second = 1.0f;
     }
 
-    template <int N, int HALF>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 first_offset,
-                                             u32 second_offset) const {
-        multiply<N, HALF>(chain, rows, first_offset, second_offset, []() {});
-    }
-
     template <int N, int HALF, class Meanwhile>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 first_offset,
-                                             u32 second_offset, Meanwhile meanwhile) const {
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows, u32 first_offset,
+                                             u32 second_offset, const Turns& turns,
+                                             Meanwhile meanwhile) const {
         constexpr int GROUP = N >= 32 ? 2 : 4;  // steps of 16 along k in one wgmma group
 #pragma unroll
         for (int begin = 4 * HALF; begin < 4 * HALF + 4; begin += GROUP) {
@@ -127,14 +127,19 @@ struct Bf16Operands {
                 operands_of_pair(first, second, first_scale, second_scale, begin + 2 * pair,
                                  first_offset, second_offset, a[2 * pair], a[2 * pair + 1]);
             if (begin + GROUP == 4 * HALF + 4) meanwhile();
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) made(a[i]);
+            turns.wait();
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 int step = begin + i;
-                wgmma_chain<N>(chain, a[i], rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16),
+                wgmma_chain<N>(chain, a[i],
+                               WORDS | (rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16)),
                                step > 0);
             }
             wgmma_commit();
+            turns.pass();
             wgmma_wait<1>();
         }
     }
@@ -149,9 +154,11 @@ struct Bf16Operands {
             : weights(weights), first_offset(first_offset), second_offset(second_offset) {}
 
         template <int N>
-        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows) const {
-            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset);
-            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset);
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows,
+                                                 const Turns& turns) const {
+            auto nothing = []() {};
+            weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, turns, nothing);
+            weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, turns, nothing);
         }
     };
 };

@@ -54,6 +54,23 @@ __device__ __forceinline__ void let_later_kernels_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// ---- between blocks, through global memory
+
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+    u32 word;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ void add_release(u32* to, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Stores write through the generic proxy, bulk copies read through the asynchronous one.
+__device__ __forceinline__ void proxy_fence_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // ---- copies into shared memory
 
 // `bytes` (a multiple of 16) from global memory; their arrival is counted by the barrier.
@@ -139,7 +156,18 @@ __device__ __forceinline__ void sync_threads(u32 barrier, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// As sync_threads, without waiting.
+__device__ __forceinline__ void arrive_threads(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // ---- matrix units
+
+// The registers hold these values from here on. Operands that the compiler made behind the fence cost
+// another one, and the units wait for them.
+__device__ __forceinline__ void made(u32 (&words)[4]) {
+    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])::"memory");
+}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

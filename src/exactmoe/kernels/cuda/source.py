@@ -9,12 +9,13 @@ from importlib.resources import files
 from exactmoe.kernels.cuda.wgmma import dispatch, instructions
 
 _BEFORE = ("ptx.cuh", "functions.cuh", "unpack.cuh")
-_A16 = ("experts.cuh", "fill.cuh", "multiply.cuh", "epilogue.cuh", "experts.cu")
+_A16 = ("experts.cuh", "fill.cuh", "turns.cuh", "multiply.cuh", "epilogue.cuh", "experts.cu")
 _A8 = (
     "wide.cuh",
     "unpack_fp8.cuh",
     "experts.cuh",
     "fill.cuh",
+    "turns.cuh",
     "operands_a8.cuh",
     "multiply_a8.cuh",
     "epilogue.cuh",
@@ -33,7 +34,7 @@ THREADS = 640
 _SHARED_BYTES = 232448 - 8704
 _PANEL_BYTES = {"nvfp4": 8192 + 1024, "mxfp4": 8192 + 512}
 _STAGING_BYTES = 4 * 32 * 80
-_BARRIER_BYTES = 256
+_BARRIER_BYTES = 8 * (2 * 12 + 3 * 4)
 _ALIGNMENT = 1024
 _MOST_STAGES = 12
 # Wider tiles read packed rows.
@@ -45,24 +46,20 @@ class Variant:
     """One compiled kernel.
 
     Attributes:
-        op: "gate_up" or "down".
         format: "nvfp4" or "mxfp4".
         tokens: the tile's token width.
-        gather: gate_up only: rows come from x, not packed.
-        slot_f32: down only: slots are float32, not bfloat16.
+        gather: gate_up reads rows of x, not packed ones.
+        slot_f32: slots are float32, not bfloat16.
         activation: "a16" or "a8".
         units: of the experts, one of UNITS; "bf16" in a16.
-        down_units: gate_up of a8 only: of the experts' down.
     """
 
-    op: str
     format: str
     tokens: int
     gather: bool = False
     slot_f32: bool = False
     activation: str = "a16"
     units: str = "bf16"
-    down_units: str = "bf16"
 
     @property
     def _a8(self) -> bool:
@@ -70,11 +67,11 @@ class Variant:
 
     @property
     def _fixed_bytes(self) -> int:
+        staging = _STAGING_BYTES if self.tokens >= 24 else 0
         if self._a8:
-            staging = self.tokens * 136 if self.op == "gate_up" else 0
-        else:
-            staging = _STAGING_BYTES if self.tokens >= 24 else 0
-        return staging + _BARRIER_BYTES + _ALIGNMENT
+            staging = self.tokens * 136
+        of_tokens = 4 * self.tokens * (8 if self._a8 else 4)
+        return staging + of_tokens + _BARRIER_BYTES + _ALIGNMENT
 
     @property
     def _stage_bytes(self) -> int:
@@ -100,14 +97,11 @@ class Variant:
             "TOKENS": self.tokens,
             "STAGES": self.stages,
             "FORMAT_NVFP4": int(self.format == "nvfp4"),
-            "GATE_UP": int(self.op == "gate_up"),
             "GATHER": int(self.gather),
             "SLOT_F32": int(self.slot_f32),
             "A8": int(self._a8),
             "UNITS_FP8": int(self.units != "bf16"),
             "UNITS_BF16": int(self.units != "fp8"),
-            "DOWN_FP8": int(self.down_units == "fp8"),
-            "DOWN_MIXED": int(self.down_units == "both"),
         }
         kinds = {"bf16": ("chain",), "fp8": ("fp8",), "both": ("chain", "fp8")}[self.units]
         batches = 2 if self._a8 and self.tokens > 64 else 1

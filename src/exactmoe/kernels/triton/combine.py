@@ -9,6 +9,7 @@ everything that is complete. Adding the +0 of an empty group changes no bit, sin
 import triton
 import triton.language as tl
 
+from exactmoe.kernels.triton.early import in_turn
 from exactmoe.kernels.triton.functions import canonical, round_bf16, to_float32
 
 GROUPS = tl.constexpr(8)
@@ -49,8 +50,10 @@ def combine(
     SHARED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (T, ceil(H / BLOCK_H))."""
+    in_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = column < hidden

@@ -7,6 +7,7 @@ the same bytes; e4m3 itself is needed by none.
 import triton
 import triton.language as tl
 
+from exactmoe.kernels.triton.early import in_turn
 from exactmoe.kernels.triton.functions import to_float32
 
 GROUP = tl.constexpr(128)
@@ -41,8 +42,10 @@ def quantize(
     scales,  # float32 [G]
     num_groups,
     BLOCK: tl.constexpr,  # groups of a program
+    PDL: tl.constexpr,
 ):
     """Grid: (ceil(G / BLOCK),)."""
+    in_turn(PDL)
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     known = group < num_groups
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

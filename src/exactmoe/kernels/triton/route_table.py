@@ -9,6 +9,8 @@ the four experts share one int64, 16 bits each, so a block has at most 2^15 ids.
 import triton
 import triton.language as tl
 
+from exactmoe.kernels.triton.early import in_turn
+
 OWNED = tl.constexpr(4)
 _FIELD = tl.constexpr(16)
 
@@ -35,8 +37,10 @@ def route_table(
     num_slots,
     num_experts,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (ceil((E + 1) / OWNED),); offsets[E] is written as if there were one expert more."""
+    in_turn(PDL)
     first = tl.program_id(0) * OWNED
     last = tl.minimum(first + OWNED, num_experts)
     lanes = tl.arange(0, BLOCK_S)

@@ -10,6 +10,7 @@ would carry the total through the matrix units.
 import triton
 import triton.language as tl
 
+from exactmoe.kernels.triton.early import in_turn
 from exactmoe.kernels.triton.functions import INTERPRETED, to_float32
 
 SEGMENTS = tl.constexpr(16)
@@ -115,8 +116,10 @@ def segments(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (blocks of experts, blocks of tokens, SEGMENTS)."""
+    in_turn(PDL)
     experts = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     segment = tl.program_id(2)
@@ -142,10 +145,12 @@ def logits(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (blocks of experts, blocks of tokens). The tree holds one finished sum of 1, 2, 4 and 8
     segments at most, as a binary counter does.
     """
+    in_turn(PDL)
     experts = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     one = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

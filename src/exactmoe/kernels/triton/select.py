@@ -7,6 +7,7 @@ larger key first, equal keys (-0 = +0) by the lower id, NaN keys last by the low
 import triton
 import triton.language as tl
 
+from exactmoe.kernels.triton.early import in_turn
 from exactmoe.kernels.triton.functions import canonical, router_score, through_bf16
 
 _LOWEST32, _NOTHING = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
@@ -75,8 +76,10 @@ def select(
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (T,). A token id outside the table, or an id there of no expert: id E, weight 0."""
+    in_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)

@@ -13,6 +13,7 @@ from exactmoe.errors import Unsupported
 from exactmoe.kernels.cuda.compile import kernel
 from exactmoe.kernels.cuda.dense import SEGMENT, Dense
 from exactmoe.kernels.cuda.tensor_map import TensorMap, rows_map
+from exactmoe.ops.cuda.launch import queue
 from exactmoe.ops.triton.prepare import TritonWeight
 from exactmoe.plan.choose import dense_obstacle
 from exactmoe.plan.dense_tiles import DenseProblem, DenseTile, best_span, dense_tile
@@ -63,8 +64,7 @@ class DenseLaunch:
             ctypes.c_float(self.limit),
         ]
         grid = (self._clusters(device) * variant.cluster, 1, variant.threads)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        kernel(variant).launch(device, stream, grid, arguments, early)
+        queue(kernel(variant), self.out, grid, arguments, early)
 
     def _clusters(self, device: int) -> int:
         """Of the grid: as few as take their items in as few rounds as all together; all where a

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exactmoe import env
 from exactmoe.kernels.cuda.compile import Kernel, pointer
 
 
@@ -18,10 +19,11 @@ def queue(
 
     Args:
         grid: blocks in two directions, and threads of a block.
-        early: it may start before the kernel before has ended.
+        early: it may start before the kernel before has ended, unless EXACTMOE_EARLY is off.
     """
     device = on.device.index
-    what.launch(device, torch.cuda.current_stream(device).cuda_stream, grid, arguments, early)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    what.launch(device, stream, grid, arguments, early and env.read("EXACTMOE_EARLY"))
 
 
 def pointers(*tensors: Tensor | None) -> list[Any]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from exactmoe.config import Numerics
 from exactmoe.kernels.triton.combine import combine as kernel
+from exactmoe.ops.triton.early import early
 
 _LANE_BYTES = 16  # that a lane reads of a slot
 
@@ -41,4 +42,5 @@ def combine(
         BLOCK_H=block,
         num_warps=1,
         enable_fp_fusion=False,
+        **early(y.device, joins=shared is not None),
     )

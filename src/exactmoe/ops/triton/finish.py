@@ -4,6 +4,7 @@ import triton
 from torch import Tensor
 
 from exactmoe.kernels.triton.finish import finish as kernel
+from exactmoe.ops.triton.early import early
 
 _BLOCK = 1024
 
@@ -13,5 +14,11 @@ def finish(dense: Tensor, y: Tensor) -> None:
     count = y.numel()
     if count:
         kernel[(triton.cdiv(count, _BLOCK),)](
-            dense, y, count, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
+            dense,
+            y,
+            count,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **early(y.device),
         )

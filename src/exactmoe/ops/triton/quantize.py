@@ -6,6 +6,7 @@ from torch import Tensor
 
 from exactmoe.formats.rows import Rows
 from exactmoe.kernels.triton import quantize as kernels
+from exactmoe.ops.triton.early import early
 
 _BLOCK = 8  # groups of a program: 8 values a thread
 
@@ -25,5 +26,6 @@ def quantize(values: Tensor, out: Rows) -> Rows:
             BLOCK=_BLOCK,
             num_warps=4,
             enable_fp_fusion=False,
+            **early(values.device),
         )
     return out

@@ -4,6 +4,7 @@ import triton
 from torch import Tensor
 
 from exactmoe.kernels.triton import route_table as kernels
+from exactmoe.ops.triton.early import early
 from exactmoe.runtime.routes import RouteTable
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
@@ -25,4 +26,5 @@ def route_table(expert_ids: Tensor, num_experts: int, routes: RouteTable) -> Non
         num_experts,
         BLOCK_S=block,
         num_warps=max(block // _IDS_OF_A_WARP, 1),
+        **early(expert_ids.device),
     )

@@ -10,6 +10,7 @@ from exactmoe.config import Numerics
 from exactmoe.kernels.triton import router as kernels
 from exactmoe.kernels.triton.select import select as select_kernel
 from exactmoe.ops.path import RouterWeights
+from exactmoe.ops.triton.early import early
 
 _SEGMENTS, _LANES = kernels.SEGMENTS.value, kernels.LANES.value
 _BLOCK_K = 128
@@ -60,6 +61,7 @@ def router_logits(x: Tensor, weight: Tensor, logits: Tensor, parts: Tensor | Non
         "num_warps": warps,
         "num_stages": 3,
         "enable_fp_fusion": False,
+        **early(x.device, units=units),
     }
     if torch.version.hip is not None:
         options["matrix_instr_nonkdim"] = 16  # 32 x 32 instructions have other bits
@@ -120,6 +122,7 @@ def select(
         BLOCK_K=triton.next_power_of_2(expert_ids.shape[1]),
         num_warps=_warps(num_experts, parts is not None),
         enable_fp_fusion=False,
+        **early(logits.device),
     )
 
 

@@ -4,15 +4,18 @@ from exactmoe import env
 from exactmoe.proof.backends import gpu_order
 from exactmoe.proof.trial import Trial
 
-# Switch -> the setting that is not the default.
-SWITCHES = {
-    "EXACTMOE_SHARED_STREAM": "off",
-    "EXACTMOE_UNION": "off",
-    "EXACTMOE_HOST_LOOP": "on",
-    "EXACTMOE_GATE_UP": "two",
-}
-# Those that only the portable kernels read.
-OF_TRITON = ("EXACTMOE_GATE_UP",)
+# Switches, and settings that are not the default.
+SETTINGS = (
+    ("EXACTMOE_SHARED_STREAM", "off"),
+    ("EXACTMOE_UNION", "off"),
+    ("EXACTMOE_HOST_LOOP", "on"),
+    ("EXACTMOE_EARLY", "off"),
+    ("EXACTMOE_GATE_UP", "two"),
+    ("EXACTMOE_EXPERTS", "one"),
+    ("EXACTMOE_EXPERTS", "two"),
+)
+# Those that only the kernels of one backend read.
+OF_BACKEND = {"EXACTMOE_GATE_UP": "triton", "EXACTMOE_EXPERTS": "cuda"}
 _STREAM = 150
 _WIDTHS = (1, 8, 65)
 
@@ -26,8 +29,9 @@ def levers(trial: Trial) -> None:
     for tokens in _WIDTHS:
         batch = trial.random(tokens, _STREAM)
         expected = trial.run(batch)
-        for switch, setting in SWITCHES.items():
-            if switch in OF_TRITON and layer.plan().backend != "triton":
+        for switch, setting in SETTINGS:
+            backend = layer.plan().backend
+            if OF_BACKEND.get(switch, backend) != backend:
                 continue  # the same call twice
             with env.forced(switch, setting):
                 trial.compare("levers", f"{switch}={setting}", expected, trial.run(batch))

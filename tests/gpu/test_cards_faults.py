@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from card_layers import arenas_of, fill, on_cards, ways
-from exactmoe import Limits, MoELayer, Placement
+from exactmoe import Limits, MoELayer, Placement, env
 from exactmoe.bank import Partition
 from exactmoe.errors import BitMismatch, ConfigError, Unsupported
 from exactmoe.ops.triton.cards import TritonCards
@@ -261,17 +261,20 @@ def test_a_capture_that_fails_leaves_the_layer_right(names, returns, monkeypatch
     batch = call(layer, 8)
     expected = layer.experts(*batch)
     cards.experts(*batch)
-    for step in ("gate_up", "down"):
-        original = inspect.getattr_static(type(cards_path(cards)), step)
-        with monkeypatch.context() as patch:
+    path = cards_path(cards)
+    steps = [("gate_up", "two"), ("down", "two")]
+    steps += [("gate_up_down", "one")] * path.storage.one_launch
+    for step, launches in steps:
+        original = inspect.getattr_static(type(path), step)
+        with monkeypatch.context() as patch, env.forced("EXACTMOE_EXPERTS", launches):
 
             def failing(*args):
                 raise RuntimeError("planted")
 
-            patch.setattr(type(cards_path(cards)), step, failing)
+            patch.setattr(type(path), step, failing)
             with pytest.raises(RuntimeError, match="planted"):
                 captured_once(lambda: cards.experts(*batch))
-        assert original is inspect.getattr_static(type(cards_path(cards)), step)
+        assert original is inspect.getattr_static(type(path), step)
         torch.cuda.synchronize()
         assert_same_bits(cards.experts(*batch), expected)
     graph, y = captured(lambda: cards.experts(*batch))

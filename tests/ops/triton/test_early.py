@@ -32,6 +32,8 @@ def test_who_asks(architecture):
     assert early(CARD) == asking
     assert early(CARD, joins=True) == waiting
     assert early(CARD, units=True) == (asking if architecture == "sm_90" else waiting)
+    assert early(CARD, programs=4096) == asking
+    assert early(CARD, programs=4097) == SILENT
 
 
 def test_nobody_asks_or_waits_when_the_switch_is_off(architecture, monkeypatch):

@@ -27,7 +27,8 @@ def combine(
         return
     top_k = expert_ids.shape[1]
     block = 32 * _LANE_BYTES // slots.element_size()
-    kernel[(num_tokens, triton.cdiv(hidden, block))](
+    grid = (num_tokens, triton.cdiv(hidden, block))
+    kernel[grid](
         slots,
         expert_ids,
         weights,
@@ -42,5 +43,5 @@ def combine(
         BLOCK_H=block,
         num_warps=1,
         enable_fp_fusion=False,
-        **early(y.device, joins=shared is not None),
+        **early(y.device, joins=shared is not None, programs=grid[0] * grid[1]),
     )

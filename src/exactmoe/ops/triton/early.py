@@ -20,8 +20,14 @@ from exactmoe import env
 from exactmoe.ops.triton.launch import architecture
 from exactmoe.plan.architectures import ARCHITECTURES
 
+# About as many small programs as a card holds at a time. Of a kernel with more, each program's wait
+# costs more than the early start brings (H200, 131072 programs: 159 us, without 108).
+_MOST_PROGRAMS = 4096
 
-def early(device: torch.device, joins: bool = False, units: bool = False) -> dict[str, Any]:
+
+def early(
+    device: torch.device, joins: bool = False, units: bool = False, programs: int = 1
+) -> dict[str, Any]:
     """Of a launch on the device: PDL, whether the kernel waits and lets the next one start; and,
     only where it asks to be started early, the launcher's option for that.
 
@@ -29,9 +35,10 @@ def early(device: torch.device, joins: bool = False, units: bool = False) -> dic
         joins: it is the first after a second stream of ours may have come back.
         units: it runs on the matrix units. The compiler takes their tensor memory (sm_100) before
             the wait, where a kernel that still runs might need it.
+        programs: of the launch.
     """
     row = ARCHITECTURES.get(architecture(device))
-    if row is None or not row.early or not env.read("EXACTMOE_EARLY"):
+    if row is None or not row.early or not env.read("EXACTMOE_EARLY") or programs > _MOST_PROGRAMS:
         return {"PDL": False}
     if joins or (units and row.instruction.startswith("tcgen05")):
         return {"PDL": True}

@@ -13,12 +13,13 @@ def finish(dense: Tensor, y: Tensor) -> None:
     """y = round(+0 + dense): float32 [T, H] to bfloat16 or float32, canonical NaN."""
     count = y.numel()
     if count:
-        kernel[(triton.cdiv(count, _BLOCK),)](
+        programs = triton.cdiv(count, _BLOCK)
+        kernel[(programs,)](
             dense,
             y,
             count,
             BLOCK=_BLOCK,
             num_warps=4,
             enable_fp_fusion=False,
-            **early(y.device),
+            **early(y.device, programs=programs),
         )

@@ -18,7 +18,8 @@ def quantize(values: Tensor, out: Rows) -> Rows:
     assert out.scales is not None
     num_groups = out.scales.numel()
     if num_groups:
-        kernels.quantize[(triton.cdiv(num_groups, _BLOCK),)](
+        programs = triton.cdiv(num_groups, _BLOCK)
+        kernels.quantize[(programs,)](
             values,
             out.values.view(torch.uint8),
             out.scales,
@@ -26,6 +27,6 @@ def quantize(values: Tensor, out: Rows) -> Rows:
             BLOCK=_BLOCK,
             num_warps=4,
             enable_fp_fusion=False,
-            **early(values.device),
+            **early(values.device, programs=programs),
         )
     return out

@@ -122,7 +122,7 @@ def select(
         BLOCK_K=triton.next_power_of_2(expert_ids.shape[1]),
         num_warps=_warps(num_experts, parts is not None),
         enable_fp_fusion=False,
-        **early(logits.device),
+        **early(logits.device, programs=num_tokens),
     )
 
 

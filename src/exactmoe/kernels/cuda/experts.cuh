@@ -46,7 +46,7 @@ struct Arguments {
     Rows x, h;             // x: of tokens (GATHER), or packed; h packed
     void* out;
     const float* weights;  // a8: routing weights
-    u32* counters;         // zeros before and behind every launch; queue.cuh
+    u32* counters;         // zeros before and behind every launch; fill.cuh
     u32 num_experts, hidden, inner, top_k;
     u32 phases;
     u32 divide;            // bits 0, 1, 2: gate, up, down divide by their factor

@@ -78,9 +78,18 @@ FILL = (
 )
 STAGE = "u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);"
 TOLD = "        barrier_wait(ring.item_empty + 8 * turn.stage, turn.parity ^ 1);\n"
+WRITTEN = "        told = item;\n        barrier_arrive(full);\n"
+EARLY = "        barrier_arrive(full);\n        told = item;\n"
+FACTOR = "told.second_factor = second;\n        barrier_arrive(full);\n"
+FACTORS = (
+    "        barrier_wait(ring.factors_full + 8 * told.stage, told.parity);\n        float sums"
+)
+FACTOR = "told.second_factor = second;\n        barrier_arrive(full);\n"
+UNITS = "        if (MIXED && item.phase != 0)\n"
 REVERSED = "index = given.phases == 3 ? items - 1 - index : index;\n        bool down ="
 ADDED = "add_release(given.counters + NUM_QUEUES + expert, 1)"
 A16, A8 = Problem("mxfp4"), Problem("mxfp4", "a8", "fp8")
+MIXED = Problem("mxfp4", "a8", "both")
 NARROW, WIDE, DEEP = Run(8, 12, 1, 0, 3), Run(40, 24, 1, 0, 3, "two"), Run(8, 12, 1)
 SEVERAL, ALONE = Run(8, 12, 3, 0, 3), Run(8, 12, 3, 0, 3, together=1)
 FAULTS = {
@@ -116,6 +125,21 @@ FAULTS = {
         r"deadlock(?s:.*)barrier_wait of barrier \d+, parity 0 at multiply.cuh:\d+",
     ),
     "an item is told over one that others read": (A16, DEEP, TOLD, "", "race on .* __shared__"),
+    "an item is told before it is written": (A16, DEEP, WRITTEN, EARLY, "race on .* __shared__"),
+    "factors are told before they are written": (
+        *(A8, DEEP, FACTOR, "barrier_arrive(full);\n        told.second_factor = second;\n"),
+        "race on .* __shared__",
+    ),
+    "factors are read before they are told": (
+        *(A16, DEEP, FACTORS, "        float sums", "race on .* __shared__"),
+    ),
+    "units of an item are read before they are told": (
+        *(MIXED, DEEP, UNITS, "        if (false)\n", "race on .* __shared__"),
+    ),
+    "factors are awaited with the wrong parity": (
+        *(A8, DEEP, FACTORS, FACTORS.replace("told.parity", "told.parity ^ 1")),
+        "race on .* __shared__|deadlock",
+    ),
     "h is read before it is written": (
         *(A16, SEVERAL, "    while (load_acquire(ready) < written) {}\n", ""),
         "race on .* of h: the read by bulk copy",

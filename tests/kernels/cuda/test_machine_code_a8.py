@@ -32,19 +32,15 @@ QUICK = {
     variant_of("mxfp4", 16, "bf16"),
     variant_of("nvfp4", 40, "fp8"),
 }
-# Compiling all takes half an hour on two cores: these, and the widest tiles, stand for them.
-LONG = {
-    variant_of("mxfp4", 40, "fp8"),
-    variant_of("mxfp4", 112, "fp8"),
-    variant_of("nvfp4", 64, "fp8"),
-    variant_of("nvfp4", 40, "bf16"),
-}
+# Loads and stores of spilled words in all loops of the matrix units, at most. On both kinds of
+# units, 16 tokens keep the next stage's operands beside those of a bf16 chain: what a lane knows of
+# its item does not fit beside them.
+SPILLED = {variant_of("nvfp4", 16, "both"): 7, variant_of("mxfp4", 16, "both"): 2}
 every_variant = pytest.mark.parametrize(
     "variant",
     [
         pytest.param(v, marks=() if v in QUICK else pytest.mark.long, id=variant_name(v))
         for v in a8_variants()
-        if v in QUICK | LONG
     ],
 )
 # kind of units -> matrix instruction, its k, and how many make a chain of 128.
@@ -99,7 +95,7 @@ def chains(variant: Variant, machine: Code) -> dict[tuple[str, int], list[int]]:
 
 
 def test_the_quick_ones_are_launched():
-    assert set(a8_variants()) >= QUICK | LONG
+    assert set(a8_variants()) >= QUICK
 
 
 @every_variant
@@ -142,16 +138,16 @@ def test_a_chain_is_added_by_one_fused_step(variant):
 
 @every_variant
 def test_no_spills_where_the_matrix_units_work(variant):
-    """A few words are spilled in the epilogue of wide tiles; nowhere in a chain, and none at all of
-    narrow tiles (16 tokens on the bf16 units keep operands of the next stage too, and are wide).
+    """A few words are spilled in the epilogue of wide tiles; none in a loop over stages but those
+    of SPILLED, and none at all of narrow tiles (16 tokens on the bf16 units keep operands of the
+    next stage too, and are wide).
     """
     machine = code(variant)
-    local = [place for place, text in enumerate(machine.main) if re.match("STL|LDL", text)]
+    local = {place for place, text in enumerate(machine.main) if re.match("STL|LDL", text)}
     if variant.tokens <= (16 if variant.units == "fp8" else 8):
         assert machine.stack == 0 and not local
-    if variant.units != "both" and variant.tokens <= 40:
-        for places in chains(variant, machine).values():
-            assert not [place for place in local if places[0] <= place <= places[-1]]
+    loops = [machine.loop(places[0], places[-1]) for places in chains(variant, machine).values()]
+    assert sum(len(local & set(body)) for body in loops) <= SPILLED.get(variant, 0)
 
 
 @every_variant
@@ -176,7 +172,7 @@ def test_weights_come_in_bulk_and_are_read_16_bytes_at_a_time(variant):
         body = machine.loop(places[0], places[-1])
         loads = Counter(name(machine.main[place]) for place in body)
         assert loads["LDS.128"] == 2, "codes of both panels"
-        assert not [kind for kind in loads if kind.startswith(("LDG", "LDL"))]
+        assert not [kind for kind in loads if kind.startswith("LDG")]
     counts = machine.counts
     assert counts["UBLKCP.S.G"] >= 3  # weights, packed rows and their scales
     copies = {kind for kind in counts if kind.startswith("LDGSTS")}

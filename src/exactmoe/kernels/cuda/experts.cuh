@@ -46,7 +46,7 @@ struct Arguments {
     Rows x, h;             // x: of tokens (GATHER), or packed; h packed
     void* out;
     const float* weights;  // a8: routing weights
-    u32* counters;         // zeros before and behind every launch; queue.cuh
+    u32* counters;         // zeros before and behind every launch; fill.cuh
     u32 num_experts, hidden, inner, top_k;
     u32 phases;
     u32 divide;            // bits 0, 1, 2: gate, up, down divide by their factor
@@ -67,7 +67,6 @@ struct Item {
     u32 eights;  // of the expert
     u32 eight;   // of the item's first row, in the expert
     u32 tiles;   // of the expert
-    u32 first_on_fp8, second_on_fp8;
 
     // Packed rows of k columns are pieces of eight rows x 128 of k. The eights of expert e begin at
     // offsets[e] / 8 + e, so that each expert begins a new one and no sum over experts is needed.
@@ -77,9 +76,10 @@ struct Item {
     }
 };
 
-// The factors come later.
+// Factors and units of the two projections come later.
 struct WholeItem : Item {
     float first_factor, second_factor;
+    u32 first_on_fp8, second_on_fp8;
 };
 
 struct Work {

@@ -2,7 +2,8 @@
 //
 // Blocks take items off a queue, first all of gate_up, then all of down: whoever waits for h waits
 // only for items that running blocks have taken, whatever else occupies the card. The warp that
-// copies weights takes items ahead and tells the others.
+// copies weights takes the next item as it ends one, and tells the others: first where it is, and
+// behind its first copies what comes from far away, factors and units.
 
 constexpr u32 NUM_QUEUES = 4;  // counters: of the next item, by phases; then of each expert
 
@@ -25,27 +26,28 @@ struct Passes {
     bool first_on_fp8 = UNITS_FP8, second_on_fp8 = UNITS_FP8;  // the two projections
     u32 first, last;
 
-    __device__ __forceinline__ Passes(const Item& item) {
+    __device__ __forceinline__ Passes(const WholeItem& item) {
         if (MIXED) first_on_fp8 = item.first_on_fp8, second_on_fp8 = item.second_on_fp8;
         first = first_on_fp8 && second_on_fp8 ? FP8_PASS : BF16_PASS;
         last = first_on_fp8 || second_on_fp8 ? FP8_PASS : BF16_PASS;
     }
 };
 
-// Units of the two projections are those of lanes 0, 1.
-__device__ __forceinline__ void tell(Item& told, Item item, u32 on_fp8, u32 full, u32 lane) {
-    item.first_on_fp8 = __shfl_sync(~0u, on_fp8, 0);
-    item.second_on_fp8 = __shfl_sync(~0u, on_fp8, 1);
+__device__ __forceinline__ void tell(Item& told, const Item& item, u32 full, u32 lane) {
     if (lane == 0) {
         told = item;
         barrier_arrive(full);
     }
 }
 
-// So are their factors, which come later: rows need none.
-__device__ __forceinline__ void tell_factors(WholeItem& told, float factor, u32 full, u32 lane) {
+// Factors and units of the two projections are those of lanes 0, 1. Rows need no factors, and units
+// in MIXED alone.
+__device__ __forceinline__ void tell_factors(WholeItem& told, float factor, u32 on_fp8, u32 full,
+                                             u32 lane) {
     float second = __shfl_sync(~0u, factor, 1);
+    u32 second_on_fp8 = MIXED ? __shfl_sync(~0u, on_fp8, 1) : 0;
     if (lane == 0) {
+        if (MIXED) told.first_on_fp8 = on_fp8, told.second_on_fp8 = second_on_fp8;
         told.first_factor = factor;
         told.second_factor = second;
         barrier_arrive(full);
@@ -79,16 +81,15 @@ __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring&
         item.phase = down ? DOWN : GATE_UP;
         const Projection& weight = down ? given.down : second ? given.up : given.gate;
         float factor = weight.factors[item.expert];
-        u32 on_fp8 = MIXED ? weight.on_fp8[item.expert] : UNITS_FP8;
+        u32 on_fp8 = MIXED ? weight.on_fp8[item.expert] : 0;
         u32 panels = (down ? given.hidden : given.inner) / PANEL;
         u32 panel = down ? 2 * item.block + second : item.block, chunks = given.chunks(item.phase);
         panel = panel < panels ? panel : panel - 1;
         const u8* source = (codes ? weight.codes : weight.scales) +
                            item.expert * (codes ? weight.code_stride : weight.scale_stride) +
                            u64(panel) * chunks * bytes;
-        tell(work.items[turn.stage], item, on_fp8, ring.item_full + 8 * turn.stage, lane);
+        tell(work.items[turn.stage], item, ring.item_full + 8 * turn.stage, lane);
         u32 passes = 1, take = chunks > AHEAD ? chunks - AHEAD : 0;
-        if (MIXED) passes += __shfl_sync(~0u, on_fp8, 0) != __shfl_sync(~0u, on_fp8, 1);
 #pragma unroll 1
         for (u32 pass = 0; pass < passes; ++pass) {
 #pragma unroll 1
@@ -99,15 +100,17 @@ __device__ __forceinline__ void fill_weights(const Arguments& given, const Ring&
                 __syncwarp();
                 if (lane < 4)
                     copy_bulk(target + place.stage * 2 * bytes, source + chunk * bytes, bytes, full);
-                if (pass == 0 && chunk == 0)
-                    tell_factors(work.items[turn.stage], factor, ring.factors_full + 8 * turn.stage,
-                                 lane);
+                if (pass == 0 && chunk == 0) {
+                    tell_factors(work.items[turn.stage], factor, on_fp8,
+                                 ring.factors_full + 8 * turn.stage, lane);
+                    if (MIXED) passes += __shfl_sync(~0u, on_fp8, 0) != __shfl_sync(~0u, on_fp8, 1);
+                }
                 if (pass + 1 == passes && chunk == take) index = lane == 0 ? atomicAdd(next, 1u) : 0;
             }
         }
         turn.next();
     }
-    tell(work.items[turn.stage], Item{}, 0, ring.item_full + 8 * turn.stage, lane);
+    tell(work.items[turn.stage], Item{}, ring.item_full + 8 * turn.stage, lane);
     // The last block of the grid to find nothing more.
     if (lane == 0 && index == items + gridDim.x - 1) atomicExch(next, 0u);
 }
@@ -166,10 +169,10 @@ __device__ __forceinline__ void gather_rows(const Arguments& given, const Ring& 
 
 // A warp's share of an item's packed rows.
 __device__ __forceinline__ void copy_rows(const Arguments& given, const Ring& ring,
-                                          const Item& item, Place& place, u32& turn, u32 lane) {
+                                          const Item& item, const Passes& passes, Place& place,
+                                          u32& turn, u32 lane) {
     u32 chunks = given.chunks(item.phase), eights = (item.count + 7) / 8;
     const Rows& rows = item.phase == DOWN ? given.h : given.x;
-    Passes passes(item);
 #pragma unroll 1
     for (u32 pass = passes.first; pass <= passes.last; ++pass) {
         bool fp8 = UNITS_FP8 && (!MIXED || pass == FP8_PASS);
@@ -200,14 +203,18 @@ __device__ __forceinline__ void fill_rows(const Arguments& given, const Ring& ri
     if (given.phases == DOWN) wait_for_earlier_kernels();
     for (;; told.next()) {
         barrier_wait(ring.item_full + 8 * told.stage, told.parity);
-        Item item = work.items[told.stage];
+        const WholeItem& whole = work.items[told.stage];
+        Item item = whole;
+        if (MIXED && item.phase != 0)
+            barrier_wait(ring.factors_full + 8 * told.stage, told.parity);
+        Passes passes(whole);
         __syncwarp();
         if (lane == 0) barrier_arrive(ring.item_empty + 8 * told.stage);
         if (item.phase == 0) return;
         bool waits = item.phase == DOWN && given.phases != DOWN;
         if (waits && lane == 0) wait_for_h(given, item);
         if (GATHER && item.phase == GATE_UP) gather_rows(given, ring, item, place, turn, lane);
-        else copy_rows(given, ring, item, place, turn, lane);
+        else copy_rows(given, ring, item, passes, place, turn, lane);
         __syncwarp();
     }
 }

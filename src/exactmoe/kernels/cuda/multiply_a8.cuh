@@ -99,11 +99,14 @@ struct Multiply {
 
     // A tile of more than 64 tokens takes its columns in two batches, one behind the other: their
     // chains share registers, and operands are made once.
+    //
+    // Each stage finds anew, from the place of a lane's codes, what else the lane reads: kept from
+    // stage to stage it would be spilled.
     template <int N>
     __device__ __forceinline__ void run_in_turn(float (&sums)[TOKENS / 2], Place& place) const {
         constexpr int BATCHES = TOKENS > 64 ? 2 : 1, WIDTH = N / BATCHES;
+        static_assert(X_BYTES % 512 == 0, "a warp's codes begin at a multiple of 512");
         u32 first_rows = u32(operand(lane.rows, 0));
-        bool elected = threadIdx.x % 32 == 0;
         // A chain begins at +0 by its first instruction; without a value here, the compiler lets no
         // two instructions of it overlap.
         float chain[TOKENS / 2];
@@ -112,9 +115,13 @@ struct Multiply {
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left, place.next()) {
             Operands weights;
-            fetch(weights, place);
+            u32 codes = lane.codes + place.stage * 2 * CODE_BYTES;
+            u32 scales = lane.scales + place.stage * 2 * PANEL_SCALE_BYTES;
+            if (BATCHES > 1) scales = ring.scales + (codes - ring.codes) / (CHUNK / 2) * SCALE_BYTES;
+            barrier_wait(ring.full + 8 * place.stage, place.parity);
+            weights.load(codes, scales);
             u32 rows = first_rows + place.stage * (X_BYTES / 16);
-            u32 x_scales = lane.x_scales + place.stage * X_SCALE_BYTES;
+            u32 x_scales = ring.x_scales + place.stage * X_SCALE_BYTES + codes / 16 % 4 * 8;
             typename Operands::Whole whole(weights, first_offset, second_offset);
             float first, second;
             weights.factors(first, second, first_offset, second_offset);
@@ -131,7 +138,7 @@ struct Multiply {
                 }
             }
             __syncwarp();  // every lane has read its tokens' scales
-            if (elected) barrier_arrive(ring.empty + 8 * place.stage);
+            if (lane.codes / 16 % 32 == 0) barrier_arrive(ring.empty + 8 * place.stage);
         }
     }
 };

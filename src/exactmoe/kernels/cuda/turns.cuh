@@ -1,4 +1,4 @@
-// Whose turn it is at the matrix units.
+// Whose turn it is at the matrix units, in class a8.
 //
 // The units take instructions of all warpgroups in rotation. So four that begin together end together,
 // and make their operands together while the units wait. In turns, one multiplies while the others

@@ -1,6 +1,7 @@
 """MoELayer and DenseMLP: what a call accepts, what it gives back, and what it leaves alone."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -357,6 +358,20 @@ def test_repr_and_explain_name_what_runs(rng):
     assert "cpu" in text and "1000 tokens in 2 pieces" in text and "a8" in text
     assert layer.explain(1000).to_dict()["pieces"] == 2
     assert "mxfp4" in str(layer.shared.explain()) or "bf16" in str(layer.shared.explain())
+
+
+def test_explain_is_json_whatever_switches_are_set(rng, monkeypatch):
+    """As they are written in the environment: a folder and on or off are no JSON by themselves."""
+    layer, given = whole(rng, "cpu"), {}
+    for name, text in (
+        ("EXACTMOE_CACHE", "/somewhere"),
+        ("EXACTMOE_EARLY", "off"),
+        ("EXACTMOE_EXPERTS", "two"),
+    ):
+        monkeypatch.setenv(name, text)
+        given[name] = text
+    found = json.loads(json.dumps(layer.explain(8).to_dict()))["switches"]
+    assert {name: found[name] for name in given} == given
     assert "num_experts=8" in repr(layer)
 
 

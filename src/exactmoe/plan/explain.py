@@ -46,7 +46,7 @@ class Explanation:
         fp8_experts: of gate, up and down, how many experts the fp8 matrix units hold without losing
             a bit.
         tiles: of the ops of a piece; a CPU's are fixed and not named.
-        switches: of the environment that are not at their default.
+        switches: of the environment that are not at their default, as they are written there.
         cards: a token's way through several cards, a line each.
         names: of the weights.
     """
@@ -123,7 +123,7 @@ def explain(
         num_experts=counts[0],
         fp8_experts=exact,
         tiles=tiles,
-        switches=tuple(env.changed().items()),
+        switches=tuple((name, env.plain(value)) for name, value in env.changed().items()),
         names=names,
     )
 

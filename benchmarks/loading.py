@@ -42,7 +42,8 @@ GPU_MODES = {
     "plain reads": "plain",
     "plain reads, kept": "kept",
     "pinned copies, nothing read": "copy",
-    "load to the card": "read",
+    "load to the card, two layers at a time": "stream",
+    "load to the card, layer by layer": "read",
     "load and make layers": "layers",
 }
 PIECE = 8 << 20
@@ -89,6 +90,8 @@ def measured(folder: Path, mode: str, card: str, cold: bool) -> dict[str, Any]:
         kept: Any = plain(folder, pieces, default_threads(), keep=mode == "kept")
     elif mode.startswith("model"):
         kept = [import_model()(folder, cards=("cpu",) * (1 + mode.endswith("s")), progress=False)]
+    elif mode == "stream":
+        kept = streamed(checkpoint, card)
     elif mode == "copy":
         kept = copies(card, sum(piece[2] for piece in pieces))
     elif card != "cpu":
@@ -101,7 +104,7 @@ def measured(folder: Path, mode: str, card: str, cold: bool) -> dict[str, Any]:
         ]
     seconds, after = time.perf_counter() - start, io()
     nbytes = sum(map(resident, kept))
-    on_card = mode in ("copy", "read", "layers")
+    on_card = mode in ("copy", "stream", "read", "layers")
     return {
         "seconds": seconds,
         "peak": status("VmHWM") - base,
@@ -151,6 +154,35 @@ def copies(card: str, nbytes: int) -> list[Any]:
         piece.copy_(source[: len(piece)], non_blocking=True)
     torch.cuda.synchronize(card)
     return [memory]
+
+
+def streamed(checkpoint: Any, card: str) -> list[Any]:
+    """All projections through one reader, as load_model: the next layer comes while one is looked
+    at. Routers and what else is small come layer by layer.
+    """
+    import torch
+
+    from exactmoe.checkpoint import plan_layer
+    from exactmoe.checkpoint.reader import Reader
+
+    device, kept, begun = torch.device(card), [], []
+    with Reader(checkpoint) as reader:
+        for number in range(checkpoint.family.num_layers):
+            plan = plan_layer(checkpoint, number)
+            begun.append(
+                [
+                    pending
+                    for part in (plan.experts, plan.dense)
+                    for pending in reader.begin(part, None, device).values()
+                ]
+            )
+            kept += [reader.tensor(info, device) for info in plan.router.values()]
+            if len(begun) > 1:
+                kept += [pending.finish() for pending in begun.pop(0)]
+        kept += [pending.finish() for each in begun for pending in each]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return kept
 
 
 def to_card(checkpoint: Any, card: str, layers: bool) -> list[Any]:

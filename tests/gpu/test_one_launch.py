@@ -109,8 +109,8 @@ def test_a_capture_on_a_stream_without_an_eager_call(layer):
 
 @pytest.mark.parametrize("way", ["one", "two"])
 def test_two_streams_of_one_gpu(layer, way, monkeypatch):
-    """Kernels share the card: not all blocks of each are there. A deadlock hangs here. So many slots
-    take two launches by themselves.
+    """Kernels share the card: not all blocks of each are there. A deadlock hangs here. Unforced, so
+    many slots take two launches.
     """
     monkeypatch.setenv("EXACTMOE_EXPERTS", way)
     inputs = [rows(layer, 30, 5), rows(layer, 300, 6)]

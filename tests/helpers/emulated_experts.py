@@ -31,7 +31,7 @@ class Problem:
     """Weights and a call; odd experts but BUSY have no slot, and BUSY has one of each token.
 
     Attributes:
-        format: "nvfp4", "nvfp4-divide" (by the global scale) or "mxfp4".
+        format: "nvfp4", "nvfp4-divide" (by the global scale) or "mxfp4"; or of gate, up and down.
         activation: "a16" or "a8".
         units: of the experts: "bf16", "fp8" or "both".
         hidden: size of x, a multiple of 128.
@@ -90,7 +90,7 @@ def weights_of(problem: Problem) -> tuple[PackedWeight, PackedWeight, PackedWeig
     rng = generator("cpu", 5)
     hidden = problem.hidden
     sizes = (INNER, hidden), (INNER, hidden), (hidden, INNER)
-    gate, up, down = (_weight(rng, problem, *size, i) for i, size in enumerate(sizes))
+    gate, up, down = (_weight(rng, problem, i, *size) for i, size in enumerate(sizes))
     if problem.largest:
         for weight in (gate, up):
             weight.codes[:, :, 0] &= 0xF0
@@ -98,22 +98,26 @@ def weights_of(problem: Problem) -> tuple[PackedWeight, PackedWeight, PackedWeig
 
 
 def _weight(
-    rng: torch.Generator, problem: Problem, rows: int, columns: int, first: int
+    rng: torch.Generator, problem: Problem, number: int, rows: int, columns: int
 ) -> PackedWeight:
-    """Of units "both", every third expert from `first` on is not exact on the fp8 units."""
-    made = packed(rng, problem.format, problem.experts, rows, columns)
+    """Of gate, up and down the one of that number. Of units "both", every third expert from
+    `number` on is not exact on the fp8 units.
+    """
+    formats = problem.format.split()
+    format = formats[number % len(formats)]
+    made = packed(rng, format, problem.experts, rows, columns)
     if problem.units == "bf16" or made.scales is None:
         return made
     scales = made.scales
-    if problem.format == "nvfp4":
+    if made.format == "nvfp4":
         scales = (torch.randint(4, 12, scales.shape, generator=rng) << 3).byte()
     if problem.units == "both":
-        for expert in range(first, problem.experts, 3):
+        for expert in range(number, problem.experts, 3):
             scales[expert, 0, :2] = torch.tensor(
                 [0x08, 0x78] if made.global_scale is not None else [100, 120]
             ).byte()
             scales[expert, 1, 1] += 1
-    return PackedWeight(problem.format, made.codes, scales, made.global_scale)
+    return replace(made, scales=scales)
 
 
 @cache

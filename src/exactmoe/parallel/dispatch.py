@@ -217,7 +217,9 @@ class _Exchange:
         return [*parts, (mine.weights, theirs.weights, f"weights of card {peer}")]
 
     def work(self) -> None:
-        """All experts. No card's gate_up waits for another's, and all are queued before a down."""
+        """All experts. No card's gate_up waits for another's, and all are queued before a down that
+        is a launch of its own.
+        """
         order = [*self.cards.peers, OWNER]  # what comes from far is asked for first
         if self.cards.serial:
             before = None

@@ -56,6 +56,20 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
             ) from error
 
 
+class _Calls(threading.local):
+    """What this thread runs now."""
+
+    home: tuple[torch.device, int] | None = None
+
+
+_calls = _Calls()
+
+
+def serving() -> tuple[torch.device, int] | None:
+    """Home of the arena that this thread's call runs in; None outside of one."""
+    return _calls.home
+
+
 class _Guard:
     """Who is inside the arena: the lock keeps other threads out, `busy` this thread itself."""
 
@@ -143,14 +157,15 @@ class Arena:
                     f"a call is running on this thread in the workspace of {self.device}; allowed: "
                     "a call, reserve or fill after it has ended (not from a signal handler in it)"
                 )
+            before = _calls.home
             try:
-                guard.busy = True
+                guard.busy, _calls.home = True, self.home
                 if self._inherited:
                     self._buffer = _allocate(self.nbytes, self.device)
                     self._inherited = False
                 return work()
             finally:
-                guard.busy = False
+                guard.busy, _calls.home = False, before
 
     def reserve(self, nbytes: int, then: Callable[[], None] | None = None) -> None:
         """Make the arena at least this large, then run `then` before any call.

@@ -27,6 +27,8 @@ CASES = {
     ],
     Problem("nvfp4"): [Run(64, 72, 3, 3, 3), Run(16, 24, 1, 4, 3, "two")],
     Problem("nvfp4-divide", experts=100, slot="f32"): [Run(8, 24, 7, 4)],
+    Problem("nvfp4 nvfp4-divide nvfp4"): [Run(8, 12, 2, 16, 3), Run(16, 12, 3, 17, 3, "two")],
+    Problem("nvfp4 nvfp4-divide nvfp4", "a8"): [Run(8, 12, 2, 18, 3)],
     Problem("mxfp4", hidden=384): [Run(16, 20, 2, 14), Run(8, 12, 3, 15, 3, "two")],
     Problem("mxfp4", "a8", "fp8"): [Run(112, 114, 3, 5), Run(16, 24, 7, 6, 3, "two")],
     Problem("nvfp4", "a8", "fp8", 384): [Run(40, 44, 3, 7, 3), Run(8, 12, 1, 8, 3, "two")],

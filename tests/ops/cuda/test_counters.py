@@ -1,13 +1,16 @@
 """Which counters a launch of the experts kernel gets. torch.cuda is a fake, memory the CPU's."""
 
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 
 import pytest
 import torch
 
 from exactmoe.ops.cuda import counters as module
 from exactmoe.ops.cuda.counters import NUM_COUNTERS, counters
+from exactmoe.runtime.arena import Arena, serving
 
 HERE = torch.device("cpu", 0)
 
@@ -76,6 +79,15 @@ def card(monkeypatch) -> Card:
     return found
 
 
+def test_as_many_as_the_kernel_counts():
+    folder = files("exactmoe.kernels.cuda")
+    text = "".join((folder / name).read_text("utf-8") for name in ("experts.cuh", "fill.cuh"))
+    found = [
+        int(re.findall(rf"u32 {name} = (\d+);", text)[0]) for name in ("NUM_QUEUES", "MAX_EXPERTS")
+    ]
+    assert sum(found) == NUM_COUNTERS
+
+
 def test_zeros_made_on_the_stream_itself_and_kept(card):
     with torch.inference_mode():
         first = counters(HERE)
@@ -119,3 +131,32 @@ def test_graphs_of_another_stream_have_their_own(card):
         with card.on(Stream(number, captured=True)):
             made.append(counters(HERE))
     assert made[0] is not made[1]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_calls_of_two_arenas_share_none_on_one_stream_beside_them(card, captured):
+    """A card's lane: torch hands out 32 streams in turn, so two arenas may have the same one, and
+    their graphs may be replayed at the same time.
+    """
+    arenas = [Arena(torch.device("cpu"), captured, (HERE, number)) for number in (1, 2)]
+    with card.on(Stream(9, captured)):
+        first, second = (arena.exclusively(lambda: counters(HERE)) for arena in arenas)
+        assert first is not second
+        assert arenas[0].exclusively(lambda: counters(HERE)) is first
+        assert arenas[1].exclusively(lambda: counters(HERE)) is second
+
+
+def test_a_call_in_a_call_and_one_that_fails_leave_the_arena_that_is_served():
+    outer, inner = (Arena(torch.device("cpu"), False, (HERE, number)) for number in (1, 2))
+
+    def fails() -> None:
+        assert serving() == inner.home
+        raise ValueError("planted")
+
+    def calls() -> None:
+        with pytest.raises(ValueError, match="planted"):
+            inner.exclusively(fails)
+        assert serving() == outer.home
+
+    outer.exclusively(calls)
+    assert serving() is None

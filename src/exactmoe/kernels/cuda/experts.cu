@@ -19,11 +19,11 @@
 // Compiled with: TOKENS, STAGES, FORMAT_NVFP4 (else MXFP4), GATHER, SLOT_F32, A8 (else a16),
 // UNITS_FP8, UNITS_BF16 (of the experts; both: MIXED).
 //
-// H200, GLM shape, NVFP4, a16: 3.4-3.6 TB/s of weights from 4 to 64 tokens (reads reach 4.6), 511 TFLOP/s
+// H200, GLM shape, NVFP4, a16: 3.5-3.6 TB/s of weights from 4 to 64 tokens (reads reach 4.7), 485 TFLOP/s
 // at 4096. What bounds it is the matrix units: a wgmma with A in registers takes 32 cycles even for
 // 8 tokens, and a stage of 128 x 256 weights has 32 of them in bf16, 16 in fp8; memory brings a stage
 // in 950 cycles at 1.8 GHz, and the power limit takes the clock to 1.7 GHz and below. DeepSeek-V4's
-// shape, MXFP4, a8: 3.3-3.8 TB/s. `exactmoe bench`, 2026-11-30; docs/log.md has the trials.
+// shape, MXFP4, a8: 3.7-4.0 TB/s. `exactmoe bench`, 2026-12-01; docs/log.md has the trials.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const __grid_constant__ Arguments given) {

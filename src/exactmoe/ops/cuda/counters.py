@@ -1,9 +1,10 @@
 """Counters of the experts kernel, by which its blocks tell each other what is taken and what is
 done.
 
-Zeros whenever no kernel runs: the kernel leaves them so. One set for each stream, and for each
-stream that captures CUDA graphs, whose replays must be ordered as their workspace asks it
-(runtime/workspace.py).
+Zeros whenever no kernel runs: the kernel leaves them so. One set for each stream of an arena, so
+whatever shares one is ordered as the arena asks it (runtime/workspace.py). A stream alone does not
+tell: torch hands those beside calls out in turn, so two captures on streams of their own may have
+the same one beside them, and their graphs may be replayed at the same time.
 """
 
 import threading
@@ -11,19 +12,24 @@ import threading
 import torch
 from torch import Tensor
 
+from exactmoe.config import MAX_EXPERTS
+from exactmoe.runtime.arena import serving
 from exactmoe.runtime.devices import allocating_beside_a_capture, capturing
 
-# As kernels/cuda/fill.cuh counts them: four queues, and up to 1024 experts.
-NUM_COUNTERS = 4 + 1024
+# As kernels/cuda/fill.cuh counts them: four queues, and all experts.
+NUM_COUNTERS = 4 + MAX_EXPERTS
 
-_made: dict[tuple[int, int, bool], Tensor] = {}
+# By the device, its stream, whether that is captured, and the home of the call's arena.
+_Key = tuple[int, int, bool, tuple[torch.device, int] | None]
+_made: dict[_Key, Tensor] = {}
 _lock = threading.RLock()  # re-entrant: a signal handler may come while it is held
 
 
 def counters(device: torch.device) -> Tensor:
-    """int32 [NUM_COUNTERS] for kernels that are queued on the device's current stream now."""
+    """int32 [NUM_COUNTERS] for kernels that this call queues on the device's current stream."""
     captured = capturing(device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream, captured
+    stream = torch.cuda.current_stream(device).cuda_stream
+    key = device.index, stream, captured, serving()
     with _lock:
         found = _made.get(key)
         if found is None:

@@ -24,6 +24,13 @@ A8 = Numerics(activation="a8", units="auto", slot="f32", output="f32")
 NVFP4 = [("nvfp4", *size) for size in SIZES]
 OTHER = [("mxfp4", *size) for size in SIZES] + [("bf16", *size) for size in SIZES]
 CASES = NVFP4 + [pytest.param(*case, marks=pytest.mark.slow) for case in OTHER]
+# What the contract's bound is missed by: docs/numerics.md.
+MISSED = ("bf16", 2880, 2880)
+_MISSES = pytest.mark.xfail(strict=True, raises=AssertionError, reason="2^-11.97 on an H200")
+OF_ROUNDED_H = NVFP4 + [
+    pytest.param(*case, marks=[pytest.mark.slow, *([_MISSES] if case == MISSED else [])])
+    for case in OTHER
+]
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +76,20 @@ def test_slot_and_output(device, format, hidden, inner):
     wide = true_activation(x.double() @ gate.T, x.double() @ up.T, None)
     layer, routed = single(bank, WIDE)
     slot = layer.experts(x, *routed)
-    # More of h rounds the other way where products are as long as bfloat16 weights make them.
-    bound = 2.0**-11.5 if format == "bf16" and device == "cuda" else 2.0**-12
-    assert relative_l2(slot, wide.float().bfloat16().double() @ down.T) < bound
     assert relative_l2(slot, wide @ down.T) < 2.0**-8.5
     layer, routed = single(bank, "a16")
     assert relative_l2(layer.experts(x, *routed), wide @ down.T) < 2.0**-8
+
+
+@pytest.mark.parametrize(("format", "hidden", "inner"), OF_ROUNDED_H)
+def test_slot_from_rounded_h(device, format, hidden, inner):
+    bank = one_expert(format, hidden, inner, device)
+    x = normal(device, ROWS, hidden)
+    gate, up, down = (values(bank, name, device) for name in ("gate", "up", "down"))
+    wide = true_activation(x.double() @ gate.T, x.double() @ up.T, None)
+    layer, routed = single(bank, WIDE)
+    slot = layer.experts(x, *routed)
+    assert relative_l2(slot, wide.float().bfloat16().double() @ down.T) < 2.0**-12
 
 
 @pytest.mark.parametrize(("format", "hidden", "inner"), CASES)

@@ -151,6 +151,9 @@ inline void proxy_fence_global() { emulator::proxy_fence(); }
 
 inline void load_16(u32 (&words)[4], u32 address, WHERE) { emulator::load(words, address, 16, where); }
 inline void load_8(u32 (&words)[2], u32 address, WHERE) { emulator::load(words, address, 8, where); }
+inline void load_constant_8(u32 (&words)[2], u32 address, WHERE) {
+    emulator::load(words, address, 8, where);
+}
 inline void load_4(u32& word, u32 address, WHERE) { emulator::load(&word, address, 4, where); }
 inline void store_16(void* target, const u32 (&words)[4], WHERE) {
     emulator::store_global(target, words, where);
@@ -175,6 +178,7 @@ inline void arrive_threads(u32 barrier, u32 threads, WHERE) {
 }
 
 inline void made(u32 (&)[4]) {}
+inline u32 kept(u32 value) { return value; }
 inline void wgmma_fence() { emulator::matrix_fence(); }
 inline void wgmma_commit() { emulator::matrix_commit(); }
 template <int newest>

@@ -78,7 +78,7 @@ def test_every_tile_in_many_orders(problem):
 FILL = (
     "barrier_wait(ring.empty + 8 * place.stage, place.parity ^ 1);\n                if (lane == 0)"
 )
-STAGE = "u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);"
+STAGE = "if (OVERLAP && begin == 0 && gives_back) barrier_arrive(before);"
 TOLD = "        barrier_wait(ring.item_empty + 8 * turn.stage, turn.parity ^ 1);\n"
 WRITTEN = "        told = item;\n        barrier_arrive(full);\n"
 EARLY = "        barrier_arrive(full);\n        told = item;\n"
@@ -103,7 +103,7 @@ FAULTS = {
         "race on|has them all",
     ),
     "a stage is given back too early": (
-        *(A16, NARROW, STAGE, "u32 done = ring.empty + 8 * place.stage;"),
+        *(A16, NARROW, STAGE, STAGE.replace("before", "done")),
         "race on .* behind the read by wgmma|deadlock",
     ),
     "a stage is given back while lanes read scales": (

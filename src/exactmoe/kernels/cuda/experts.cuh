@@ -146,10 +146,14 @@ struct PlaceIn {
     __device__ __forceinline__ void next() {
         if (++stage == size) stage = 0, parity ^= 1;
     }
-
-    __device__ __forceinline__ u32 last() const { return stage == 0 ? size - 1 : stage - 1; }
 };
 using Place = PlaceIn<STAGES>;
+
+// A wgmma operand. Nothing is known of its address, so that the compiler makes each step from it one
+// addition.
+__device__ __forceinline__ u64 operand_to_step_from(u32 address, u32 stride) {
+    return operand(0, stride) | kept(u32(operand(address, 0)));
+}
 
 // A wide tile's accumulators need registers that the filling warps don't.
 template <bool multiplies>

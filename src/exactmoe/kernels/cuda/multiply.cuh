@@ -13,22 +13,25 @@ struct Multiply {
         constexpr int GROUP = N >= 64 ? 2 : 4;  // steps of 16 along k in one wgmma group
         u32 first[4], second[4];
         Scales first_scale, second_scale;
+        u32 first_codes = kept(lane.codes), first_scales = kept(lane.scales);
         auto fetch = [&]() {
             barrier_wait(ring.full + 8 * place.stage, place.parity);
-            u32 from = lane.codes + place.stage * 2 * CODE_BYTES;
-            u32 scales_from = lane.scales + place.stage * 2 * PANEL_SCALE_BYTES;
+            u32 from = first_codes + place.stage * 2 * CODE_BYTES;
+            u32 scales_from = first_scales + place.stage * 2 * PANEL_SCALE_BYTES;
             load_16(first, from);
             load_16(second, from + CODE_BYTES);
             first_scale.load(scales_from);
             second_scale.load(scales_from + PANEL_SCALE_BYTES);
         };
-        bool elected = threadIdx.x % 32 == 0;
-        u64 first_rows = operand(lane.rows, ROWS_BYTES);
+        u32 elected = kept(threadIdx.x % 32 == 0);
+        // Of the stage before, which this lane gives back; none before the first.
+        u32 before = 0, gives_back = 0;
+        u64 first_rows = operand_to_step_from(lane.rows, ROWS_BYTES);
         if (N < 64) fetch();
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
             u64 rows = first_rows + place.stage * (X_BYTES / 16);
-            u32 done = ring.empty + 8 * (OVERLAP ? place.last() : place.stage);
+            u32 done = ring.empty + 8 * place.stage;
             if (N >= 64) fetch();
 #pragma unroll
             for (int begin = 0; begin < 8; begin += GROUP) {
@@ -51,13 +54,14 @@ struct Multiply {
                 if (OVERLAP || begin + GROUP < 8) wgmma_wait<1>();
                 else wgmma_wait<0>();
                 // Behind the first group of this stage, all of the one before is done.
-                if (OVERLAP && begin == 0 && left < chunks && elected) barrier_arrive(done);
+                if (OVERLAP && begin == 0 && gives_back) barrier_arrive(before);
             }
             if (!OVERLAP && elected) barrier_arrive(done);
+            before = done, gives_back = elected;
         }
         if (OVERLAP) {
             wgmma_wait<0>();
-            if (elected) barrier_arrive(ring.empty + 8 * place.last());
+            if (elected) barrier_arrive(before);
         }
     }
 };

@@ -22,12 +22,6 @@ struct Multiply {
         u32 tokens[N / 8][2];
     };
 
-    __device__ __forceinline__ void fetch(Operands& weights, const Place& place) const {
-        barrier_wait(ring.full + 8 * place.stage, place.parity);
-        weights.load(lane.codes + place.stage * 2 * CODE_BYTES,
-                     lane.scales + place.stage * 2 * PANEL_SCALE_BYTES);
-    }
-
     // The chain of eight tokens.
     __device__ __forceinline__ void add_eight(float (&sums)[TOKENS / 2], int to,
                                               const float (&chain)[TOKENS / 2], int from,
@@ -52,11 +46,11 @@ struct Multiply {
 
     template <int N>
     __device__ __forceinline__ void factors(Factors<N>& found, const Operands& weights,
-                                            u32 stage) const {
+                                            u32 x_scales) const {
         weights.factors(found.first, found.second, first_offset, second_offset);
 #pragma unroll
         for (int i = 0; i < N / 8; ++i)
-            load_8(found.tokens[i], lane.x_scales + stage * X_SCALE_BYTES + i * 32);
+            load_8(found.tokens[i], x_scales + i * 32);
     }
 
     // sums [64, N] of the first N token columns, along all of k. N <= TOKENS is a multiple of 8 that
@@ -70,31 +64,41 @@ struct Multiply {
     // A stage's last instructions run on while the next stage's first operands are made.
     template <int N>
     __device__ __forceinline__ void run_ahead(float (&sums)[TOKENS / 2], Place& place) const {
-        u32 first_rows = u32(operand(lane.rows, 0));
-        bool elected = threadIdx.x % 32 == 0;
+        u64 first_rows = operand_to_step_from(lane.rows, Operands::ROWS);
+        u32 codes = kept(lane.codes), scales = kept(lane.scales), constants = Operands::constants();
+        u32 x_scales = kept(lane.x_scales), elected = kept(threadIdx.x % 32 == 0);
+        // Of the stage before, which this lane gives back; none before the first.
+        u32 before = 0, gives_back = 0;
         float chain[TOKENS / 2];
         Factors<N> by{};  // zeros: the chain before the first adds nothing
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) chain[i] = 0.0f;
         Operands weights;
-        fetch(weights, place);
+        auto fetch = [&]() {
+            barrier_wait(ring.full + 8 * place.stage, place.parity);
+            weights.load(codes + place.stage * 2 * CODE_BYTES,
+                         scales + place.stage * 2 * PANEL_SCALE_BYTES, constants);
+        };
+        fetch();
 #pragma unroll 1
         for (u32 left = chunks; left > 0; --left) {
-            u32 rows = first_rows + place.stage * (X_BYTES / 16);
+            u64 rows = first_rows + place.stage * (X_BYTES / 16);
+            u32 done = ring.empty + 8 * place.stage;
             weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, turns, [&]() {
                 wgmma_wait<0>();
                 add<N>(sums, chain, by);
-                if (left < chunks && elected) barrier_arrive(ring.empty + 8 * place.last());
+                if (gives_back) barrier_arrive(before);
             });
-            factors<N>(by, weights, place.stage);
+            factors<N>(by, weights, x_scales + place.stage * X_SCALE_BYTES);
             weights.template multiply<N, 1>(chain, rows, first_offset, second_offset, turns, [&]() {
                 place.next();
-                if (left > 1) fetch(weights, place);
+                if (left > 1) fetch();
             });
+            before = done, gives_back = elected;
         }
         wgmma_wait<0>();
         add<N>(sums, chain, by);
-        if (elected) barrier_arrive(ring.empty + 8 * place.last());
+        if (elected) barrier_arrive(before);
     }
 
     // A tile of more than 64 tokens takes its columns in two batches, one behind the other: their
@@ -106,7 +110,8 @@ struct Multiply {
     __device__ __forceinline__ void run_in_turn(float (&sums)[TOKENS / 2], Place& place) const {
         constexpr int BATCHES = TOKENS > 64 ? 2 : 1, WIDTH = N / BATCHES;
         static_assert(X_BYTES % 512 == 0, "a warp's codes begin at a multiple of 512");
-        u32 first_rows = u32(operand(lane.rows, 0));
+        u64 first_rows = operand_to_step_from(lane.rows, Operands::ROWS);
+        u32 constants = Operands::constants();
         // A chain begins at +0 by its first instruction; without a value here, the compiler lets no
         // two instructions of it overlap.
         float chain[TOKENS / 2];
@@ -119,8 +124,8 @@ struct Multiply {
             u32 scales = lane.scales + place.stage * 2 * PANEL_SCALE_BYTES;
             if (BATCHES > 1) scales = ring.scales + (codes - ring.codes) / (CHUNK / 2) * SCALE_BYTES;
             barrier_wait(ring.full + 8 * place.stage, place.parity);
-            weights.load(codes, scales);
-            u32 rows = first_rows + place.stage * (X_BYTES / 16);
+            weights.load(codes, scales, constants);
+            u64 rows = first_rows + place.stage * (X_BYTES / 16);
             u32 x_scales = ring.x_scales + place.stage * X_SCALE_BYTES + codes / 16 % 4 * 8;
             typename Operands::Whole whole(weights, first_offset, second_offset);
             float first, second;

@@ -5,16 +5,19 @@
 struct Fp8Operands {
     u32 first[4], second[4];
     Tables first_tables, second_tables;
+    u32 tables;  // address
     static constexpr u32 ROWS = FP8_ROWS_BYTES;  // bytes of eight token rows
-    // Of their description, the low word alone moves with the stage.
-    static constexpr u64 WORDS = u64(ROWS / 16) << 32 | u64(1) << 62;
 
     // Tables hold code x 2^(s - 8), s of the largest block of a piece is 14; MXFP4's factor is 2^p.
     static __device__ __forceinline__ u32 offset(float factor) {
         return ((FORMAT_NVFP4 ? 0u : 127u - (__float_as_uint(factor) >> 23)) - 6u) << 23;
     }
 
-    __device__ __forceinline__ void load(u32 codes, u32 scales) {
+    // What a loop over stages keeps for `load`.
+    static __device__ __forceinline__ u32 constants() { return kept(shared_address(tables_of_codes)); }
+
+    __device__ __forceinline__ void load(u32 codes, u32 scales, u32 constants) {
+        tables = constants;
         load_16(first, codes);
         load_16(second, codes + CODE_BYTES);
         first_tables.load(scales);
@@ -27,23 +30,23 @@ struct Fp8Operands {
         of_second = second_tables.factor(second_offset);
     }
 
-    static __device__ __forceinline__ void of_word(u32 word, const Tables& scales, int step,
-                                                   u32& a, u32& b) {
+    __device__ __forceinline__ void of_word(u32 word, const Tables& scales, int step, u32& a,
+                                            u32& b) const {
         u32 low[2];
 #if FORMAT_NVFP4  // blocks of 16: registers a and b have a scale each
         u32 high[2];
-        scales.table(2 * step, low);
-        scales.table(2 * step + 1, high);
+        scales.table(2 * step, tables, low);
+        scales.table(2 * step + 1, tables, high);
         unpack_fp8(word, low, high, a, b);
 #else
-        scales.table(step, low);
+        scales.table(step, tables, low);
         unpack_fp8(word, low, low, a, b);
 #endif
     }
 
     // Half of a stage, of tiles that take no turns; `meanwhile` runs when its registers are made.
     template <int N, int HALF, class Meanwhile>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows, u32, u32,
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32, u32,
                                              const Turns&, Meanwhile meanwhile) const {
         u32 a[2][4];
 #pragma unroll
@@ -58,7 +61,7 @@ struct Fp8Operands {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            wgmma_fp8<N>(chain, a[i], WORDS | (rows + (2 * HALF + i) * 2), HALF + i > 0);
+            wgmma_fp8<N>(chain, a[i], rows + (2 * HALF + i) * 2, HALF + i > 0);
         wgmma_commit();
         if (HALF == 1) wgmma_wait<1>();
     }
@@ -70,13 +73,14 @@ struct Fp8Operands {
         __device__ __forceinline__ Whole(const Fp8Operands& weights, u32, u32) {
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                of_word(weights.first[step], weights.first_tables, step, a[step][0], a[step][2]);
-                of_word(weights.second[step], weights.second_tables, step, a[step][1], a[step][3]);
+                u32(&words)[4] = a[step];
+                weights.of_word(weights.first[step], weights.first_tables, step, words[0], words[2]);
+                weights.of_word(weights.second[step], weights.second_tables, step, words[1], words[3]);
             }
         }
 
         template <int N>
-        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows,
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows,
                                                  const Turns& turns) {
 #pragma unroll
             for (int step = 0; step < 4; ++step) made(a[step]);
@@ -84,7 +88,7 @@ struct Fp8Operands {
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                wgmma_fp8<N>(chain, a[step], WORDS | (rows + step * 2), step > 0);
+                wgmma_fp8<N>(chain, a[step], rows + step * 2, step > 0);
             wgmma_commit();
             turns.pass();
         }
@@ -97,11 +101,12 @@ struct Bf16Operands {
     u32 first[4], second[4];
     Scales first_scale, second_scale;
     static constexpr u32 ROWS = ROWS_BYTES;
-    static constexpr u64 WORDS = u64(ROWS / 16) << 32 | u64(1) << 62;
 
     static __device__ __forceinline__ u32 offset(float factor) { return bf16_offset(factor); }
 
-    __device__ __forceinline__ void load(u32 codes, u32 scales) {
+    static __device__ __forceinline__ u32 constants() { return 0; }
+
+    __device__ __forceinline__ void load(u32 codes, u32 scales, u32) {
         load_16(first, codes);
         load_16(second, codes + CODE_BYTES);
         first_scale.load(scales);
@@ -115,7 +120,7 @@ struct Bf16Operands {
     }
 
     template <int N, int HALF, class Meanwhile>
-    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows, u32 first_offset,
+    __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows, u32 first_offset,
                                              u32 second_offset, const Turns& turns,
                                              Meanwhile meanwhile) const {
         constexpr int GROUP = N >= 32 ? 2 : 4;  // steps of 16 along k in one wgmma group
@@ -135,7 +140,7 @@ struct Bf16Operands {
             for (int i = 0; i < GROUP; ++i) {
                 int step = begin + i;
                 wgmma_chain<N>(chain, a[i],
-                               WORDS | (rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16)),
+                               rows + step % 4 * 2 + step / 4 * (ROWS_BYTES / 2 / 16),
                                step > 0);
             }
             wgmma_commit();
@@ -154,7 +159,7 @@ struct Bf16Operands {
             : weights(weights), first_offset(first_offset), second_offset(second_offset) {}
 
         template <int N>
-        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u32 rows,
+        __device__ __forceinline__ void multiply(float (&chain)[TOKENS / 2], u64 rows,
                                                  const Turns& turns) const {
             auto nothing = []() {};
             weights.template multiply<N, 0>(chain, rows, first_offset, second_offset, turns, nothing);

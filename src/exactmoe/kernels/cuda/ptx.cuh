@@ -111,6 +111,11 @@ __device__ __forceinline__ void load_8(u32 (&words)[2], u32 address) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
 }
 
+// Of words that nobody changes any more: the compiler may move it.
+__device__ __forceinline__ void load_constant_8(u32 (&words)[2], u32 address) {
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+}
+
 __device__ __forceinline__ void load_4(u32& word, u32 address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
 }
@@ -159,6 +164,14 @@ __device__ __forceinline__ void sync_threads(u32 barrier, u32 threads) {
 // As sync_threads, without waiting.
 __device__ __forceinline__ void arrive_threads(u32 barrier, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// ---- the compiler
+
+// A value that a loop needs again and again: else it is made anew in every round.
+__device__ __forceinline__ u32 kept(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 // ---- matrix units

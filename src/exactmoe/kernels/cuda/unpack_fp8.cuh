@@ -35,13 +35,10 @@ struct Tables {
 #endif
     }
 
-    // The table of a block.
-    __device__ __forceinline__ void table(int block, u32 (&bytes)[2]) const {
+    // The table of a block; `tables`: address of all of them.
+    __device__ __forceinline__ void table(int block, u32 tables, u32 (&bytes)[2]) const {
         u32 places = words[block / 4] & 0x78787878u;  // all four, by one instruction
-        u32 place = __byte_perm(places, 0, 0x4440 | block % 4);
-        uint2 found = *reinterpret_cast<const uint2*>(
-            reinterpret_cast<const u8*>(tables_of_codes) + place);
-        bytes[0] = found.x, bytes[1] = found.y;
+        load_constant_8(bytes, tables + __byte_perm(places, 0, 0x4440 | block % 4));
     }
 
     // 2^(q + offset / 2^23): bits 1, 0 of the first four bytes, to where float has its exponent.

@@ -1,0 +1,180 @@
+"""What bounds the routed experts on an sm_90 card: times without parts of the kernels, the clock of
+the SMs and the power of the card.
+
+    python benchmarks/bounds.py                                        # GLM's shape, NVFP4, a16
+    python benchmarks/bounds.py --shape deepseek --format mxfp4 --numerics a8 --csv bounds.csv
+    python benchmarks/bounds.py --tokens 64 4096 --parts "codes not unpacked" "nothing multiplied"
+
+Results of a build without a part are wrong. "rested" are single replays with pauses between them,
+"hot" replays back to back for half a second, where a card reaches its power limit and lowers its
+clock. The clock is read inside the last kernel of a replay; watts come from nvidia-smi.
+"""
+
+import argparse
+import csv
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from cuda.bindings import driver
+from kernel_parts import PARTS, Without
+
+from exactmoe import MoELayer, ops
+from exactmoe.bench import parse_shape
+from exactmoe.bench.ours import Presorted, Scratch
+from exactmoe.bench.problem import draw_problem, draw_selections
+from exactmoe.kernels.cuda.compile import Kernel
+from exactmoe.kernels.cuda.source import Pack, Variant
+from exactmoe.ops.cuda import experts
+from exactmoe.runtime.workspace import release_captures
+
+ROTATED, PAUSE, RESTED, HOT_SECONDS = 5, 0.03, 7, 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        without: a key of kernel_parts.PARTS, or "" for the whole kernel.
+        rested_us, hot_us: of a call, medians.
+        rested_ghz, hot_ghz: of the SM's clock.
+        watts: of the card, half through the hot replays.
+    """
+
+    shape: str
+    numerics: str
+    tokens: int
+    without: str
+    rested_us: float
+    rested_ghz: float
+    hot_us: float
+    hot_ghz: float
+    watts: float
+
+
+class Builds:
+    """Stands for ops.cuda.experts.kernel: loads kernels without a part, and reads their clocks."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._loaded: dict[Variant | Pack, Kernel] = {}
+        self._last: Kernel | None = None
+
+    def __call__(self, variant: Variant | Pack) -> Kernel:
+        if variant not in self._loaded:
+            timed = Without(variant, self._part) if isinstance(variant, Variant) else variant
+            self._loaded[variant] = Kernel(timed)
+        if isinstance(variant, Variant):
+            self._last = self._loaded[variant]
+        return self._loaded[variant]
+
+    def ghz(self) -> float:
+        """Of the last launch of the kernel that was asked for last."""
+        assert self._last is not None
+        error, address, size = driver.cuLibraryGetGlobal(self._last._library, b"clocks")
+        assert error == driver.CUresult.CUDA_SUCCESS, error
+        read = np.zeros(size // 8, np.uint64)
+        (error,) = driver.cuMemcpyDtoH(read.ctypes.data, address, size)
+        assert error == driver.CUresult.CUDA_SUCCESS, error
+        return float(read[2] - read[0]) / float(read[3] - read[1])
+
+
+def once(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of a call, of a replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / ROTATED
+
+
+def watts() -> "subprocess.Popen[str]":
+    """The card's power in a quarter of a second from now."""
+    ask = "sleep 0.25; nvidia-smi -i 0 --query-gpu=power.draw.instant --format=csv,noheader,nounits"
+    return subprocess.Popen(ask, shell=True, stdout=subprocess.PIPE, text=True)
+
+
+def measured(graph: torch.cuda.CUDAGraph, builds: Builds) -> tuple[float, ...]:
+    """Row's numbers."""
+    rested, clocks = [], []
+    for _ in range(RESTED):
+        time.sleep(PAUSE)
+        graph.replay()  # the first after a pause waits for the card to wake
+        rested.append(once(graph))
+        clocks.append(builds.ghz())
+    power, hot, end = watts(), [], time.monotonic() + HOT_SECONDS
+    while time.monotonic() < end:
+        hot.append(once(graph))
+    ghz = builds.ghz()
+    drawn = float(power.communicate()[0])
+    return statistics.median(rested), statistics.median(clocks), statistics.median(hot), ghz, drawn
+
+
+def rows(given: argparse.Namespace) -> Sequence[Row]:
+    """All lines; each is printed when it is there."""
+    shape, device = parse_shape(given.shape, given.format), torch.device("cuda:0")
+    generator = torch.Generator(device).manual_seed(0)
+    bank = draw_problem(shape, shape.format, device, generator).bank()
+    layer = MoELayer(shape.config(given.numerics), bank, backend="cuda")
+    ops.path(layer.plan().path)
+    found = []
+    for tokens in given.tokens:
+        selections = draw_selections(shape, tokens, ROTATED, device, generator)
+        scratch = Scratch(layer, tokens)
+        for part in ("", *given.parts):
+            builds = Builds(part)
+            with mock.patch.object(experts, "kernel", builds):
+                calls = [Presorted(layer, selection, scratch) for selection in selections]
+                for call in calls:
+                    call()
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for call in calls:
+                        call()
+            row = Row(shape.name, given.numerics, tokens, part, *measured(graph, builds))
+            found.append(row)
+            print(
+                f"{tokens:6} {part or 'all of it':35} rested {row.rested_us:8.1f} us "
+                f"{row.rested_ghz:.2f} GHz, hot {row.hot_us:8.1f} us {row.hot_ghz:.2f} GHz "
+                f"{row.watts:4.0f} W",
+                flush=True,
+            )
+            del graph, calls
+            release_captures()
+    return found
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="glm")
+    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "mxfp4"))
+    parser.add_argument("--numerics", default="a16", choices=("a16", "a8"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 1024, 4096])
+    parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--csv", type=Path)
+    given = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("bounds.py needs a card of architecture sm_90")
+    found = rows(given)
+    if given.csv is not None:
+        with given.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in found)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ import torch
 from cuda.bindings import driver
 from kernel_parts import PARTS, Without
 
-from exactmoe import MoELayer, ops
+from exactmoe import MoELayer
 from exactmoe.bench import parse_shape
 from exactmoe.bench.ours import Presorted, Scratch
 from exactmoe.bench.problem import draw_problem, draw_selections
@@ -121,11 +121,10 @@ def measured(graph: torch.cuda.CUDAGraph, builds: Builds) -> tuple[float, ...]:
 
 def rows(given: argparse.Namespace) -> Sequence[Row]:
     """All lines; each is printed when it is there."""
-    shape, device = parse_shape(given.shape, given.format), torch.device("cuda:0")
+    shape, device = parse_shape(given.shape), torch.device("cuda:0")
     generator = torch.Generator(device).manual_seed(0)
-    bank = draw_problem(shape, shape.format, device, generator).bank()
+    bank = draw_problem(shape, given.format, device, generator).bank()
     layer = MoELayer(shape.config(given.numerics), bank, backend="cuda")
-    ops.path(layer.plan().path)
     found = []
     for tokens in given.tokens:
         selections = draw_selections(shape, tokens, ROTATED, device, generator)
@@ -149,8 +148,8 @@ def rows(given: argparse.Namespace) -> Sequence[Row]:
                 f"{row.watts:4.0f} W",
                 flush=True,
             )
-            del graph, calls
-            release_captures()
+            del graph, calls, call
+            release_captures(device)
     return found
 
 

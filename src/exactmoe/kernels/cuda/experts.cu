@@ -19,11 +19,11 @@
 // Compiled with: TOKENS, STAGES, FORMAT_NVFP4 (else MXFP4), GATHER, SLOT_F32, A8 (else a16),
 // UNITS_FP8, UNITS_BF16 (of the experts; both: MIXED).
 //
-// H200, GLM shape, NVFP4, a16: 3.5-3.6 TB/s of weights from 4 to 64 tokens (reads reach 4.7), 485 TFLOP/s
-// at 4096. What bounds it is the matrix units: a wgmma with A in registers takes 32 cycles even for
-// 8 tokens, and a stage of 128 x 256 weights has 32 of them in bf16, 16 in fp8; memory brings a stage
-// in 950 cycles at 1.8 GHz, and the power limit takes the clock to 1.7 GHz and below. DeepSeek-V4's
-// shape, MXFP4, a8: 3.7-4.0 TB/s. `exactmoe bench`, 2026-12-01; docs/log.md has the trials.
+// H200, GLM shape, NVFP4, a16: 3.4-3.7 TB/s of weights from 2 to 64 tokens (reads reach 4.6), 482 TFLOP/s
+// at 4096; DeepSeek-V4's shape, MXFP4, a8: 3.7-4.0 TB/s from 4 to 64. What bounds a16 up to 64 tokens is
+// instructions: a stage of 128 x 256 weights takes 170 in each warp (a8: 133), most of them to unpack,
+// 680 issue slots of a scheduler in 900 cycles. From 8 tokens on the power limit takes the clock from
+// 1.8 GHz to 1.4. `exactmoe bench`, benchmarks/bounds.py, 2026-12-01; docs/log.md has the trials.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const __grid_constant__ Arguments given) {

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -87,6 +88,17 @@ def test_plot(tmp_path):
         OURS: [1, 64],
         "tortoise": [1, 64],
     }
+
+
+def test_no_peer_has_our_color_nor_another_s(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self))
+    peers = [replace(RECORDS[0], what=f"peer {i}") for i in range(6)]
+    write_plot(str(tmp_path / "a.png"), [RECORDS[0], *peers], "title")
+    for panel in drawn[0].axes:
+        colors = [line.get_color() for line in panel.lines if line.get_marker() == "o"]
+        assert len(colors) == len(set(colors)) == 7
 
 
 def test_plot_without_matplotlib(tmp_path, monkeypatch):

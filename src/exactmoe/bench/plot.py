@@ -1,6 +1,7 @@
 """The plot of a benchmark: time, and share of the floor, over the width."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from exactmoe.errors import Unsupported
 
 _SIZE = (13.0, 5.5)
 _DPI = 130
+_COLOR = "tab:red"  # ours; the others' are not near it
+_OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:cyan", "tab:olive", "tab:gray")
 
 
 def write_plot(path: str, records: Sequence[Record], title: str) -> None:
@@ -34,10 +37,13 @@ def write_plot(path: str, records: Sequence[Record], title: str) -> None:
         linestyle="--",
         label="floor (measured reads and products)",
     )
+    colors = cycle(_OTHERS)
     for what, points in lines.items():
         style: dict[str, Any] = {"marker": "o", "markersize": 4, "label": what}
         if what == OURS:
-            style |= {"color": "tab:red", "linewidth": 2.5, "zorder": 3}
+            style |= {"color": _COLOR, "linewidth": 2.5, "zorder": 3}
+        else:
+            style["color"] = next(colors)
         widths = [r.tokens for r in points]
         times.plot(widths, [r.us for r in points], **style)
         shares.plot(widths, [100 * (r.share or 0) for r in points], **style)

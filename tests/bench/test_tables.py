@@ -92,12 +92,14 @@ def test_plot(tmp_path):
 
 def test_no_peer_has_our_color_nor_another_s(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
+    from matplotlib.colors import to_hex
+
     drawn = []
     monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self))
     peers = [replace(RECORDS[0], what=f"peer {i}") for i in range(6)]
     write_plot(str(tmp_path / "a.png"), [RECORDS[0], *peers], "title")
     for panel in drawn[0].axes:
-        colors = [line.get_color() for line in panel.lines if line.get_marker() == "o"]
+        colors = [to_hex(line.get_color()) for line in panel.lines if line.get_marker() == "o"]
         assert len(colors) == len(set(colors)) == 7
 
 

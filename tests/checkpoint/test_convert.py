@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_layouts import same_bytes
 from exactmoe.checkpoint import Checkpoint, audit, read_layer
-from exactmoe.checkpoint.rewrite import convert_checkpoint
+from exactmoe.checkpoint.rewrite import QuantizeRequest, convert_checkpoint, quantize_checkpoint
 from exactmoe.errors import ConfigError, Unsupported
 from synthetic_checkpoints import Synthetic, write_synthetic
 
@@ -185,3 +185,15 @@ def test_configs(tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "ct", tmp_path / "m16", "modelopt")
     algorithms = [quantization(tmp_path / name)["quant_algo"] for name in ("m4", "m16")]
     assert algorithms == ["NVFP4", "W4A16_NVFP4"]
+
+
+def test_the_empty_text_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Path("") is the current folder, which may be empty."""
+    source = write_synthetic(tmp_path / "in", Synthetic(shards=1))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="out is '', the empty text; allowed: a folder"):
+        convert_checkpoint(source, "", "compressed-tensors")
+    with pytest.raises(ConfigError, match="out is '', the empty text; allowed: a folder"):
+        quantize_checkpoint(source, "", QuantizeRequest("mxfp4", lossy=True))
+    assert not list((tmp_path / "here").iterdir())

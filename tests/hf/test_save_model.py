@@ -162,3 +162,13 @@ def test_what_nobody_loads_is_copied_in_chunks_and_other_weights_are_not(
 
 def _stopped(*arguments):
     raise KeyboardInterrupt
+
+
+def test_the_empty_text_is_no_folder(write, tmp_path, monkeypatch):
+    """Path("") is the current folder, which may be empty."""
+    model = load(write())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="folder is '', the empty text; allowed: a folder"):
+        save_model(model, "")
+    assert not list((tmp_path / "here").iterdir())

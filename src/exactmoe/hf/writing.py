@@ -22,6 +22,7 @@ from exactmoe.checkpoint.rewrite.files import (
     SameShard,
     ShardWriter,
     copy_file,
+    output_folder,
     write_json,
     write_tensor,
 )
@@ -50,7 +51,7 @@ def save_model(
         progress: show a bar on stderr, where that is a terminal.
 
     Raises:
-        ConfigError: the folder is not empty, or is the checkpoint's own.
+        ConfigError: the folder is not empty, is the checkpoint's own, or the empty text.
         CheckpointError: the checkpoint's files are gone or changed; they hold what nobody loads.
         Unsupported: the model was not loaded by load_model, a value has no exact form in the
             checkpoint's dtype, or tensors of all experts together cannot be cut by card.
@@ -62,7 +63,7 @@ def save_model(
             f"{type(model).__name__} was not loaded by load_model as one process's model; allowed: "
             "a model of load_model, or its own save_pretrained"
         )
-    source, out = origin.checkpoint.path, Path(folder)
+    source, out = origin.checkpoint.path, output_folder("folder", folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; allowed: a folder that is new or empty")
     owners = _owners(origin, model) if by_card else {}

@@ -19,7 +19,7 @@ from exactmoe.checkpoint.dialects import (
 from exactmoe.checkpoint.index import Checkpoint
 from exactmoe.checkpoint.plan import Source, Stored
 from exactmoe.checkpoint.rewrite.engine import Job, Made, Progress, Row, run
-from exactmoe.checkpoint.rewrite.files import Entry, RawFiles
+from exactmoe.checkpoint.rewrite.files import Entry, RawFiles, output_folder
 from exactmoe.checkpoint.rewrite.published import output_config
 from exactmoe.checkpoint.rewrite.units import (
     Projection,
@@ -67,11 +67,11 @@ def convert_checkpoint(
     """
     if dialect not in DIALECTS:
         raise ConfigError(f"dialect is {dialect!r}; allowed: {', '.join(DIALECTS)}")
-    checkpoint = Checkpoint(source)
+    folder, checkpoint = output_folder("out", out), Checkpoint(source)
     rewriting = _plan(checkpoint, dialect)
     job = Job(
         checkpoint,
-        Path(out),
+        folder,
         {"command": "convert", "dialect": dialect, "lossy": lossy},
         rewriting,
         lambda unit, raw: [_converted(unit, p, raw, lossy) for p in unit.projections],

@@ -25,6 +25,17 @@ from exactmoe.formats import PackedWeight
 PARTIAL = ".partial"
 
 
+def output_folder(name: str, given: str | Path) -> Path:
+    """The folder of an output, which need not be there; `name` is the argument's.
+
+    Raises:
+        ConfigError: the empty text, which Path would take for the current folder.
+    """
+    if given == "":
+        raise ConfigError(f"{name} is '', the empty text; allowed: a folder")
+    return Path(given)
+
+
 class RawFiles(Files):
     """The files of an input, with the weights in them."""
 

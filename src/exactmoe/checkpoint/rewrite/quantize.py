@@ -31,7 +31,7 @@ from exactmoe.checkpoint.rewrite.casts import (
     sqnr,
 )
 from exactmoe.checkpoint.rewrite.engine import Job, Made, Progress, Row, run
-from exactmoe.checkpoint.rewrite.files import RawFiles
+from exactmoe.checkpoint.rewrite.files import RawFiles, output_folder
 from exactmoe.checkpoint.rewrite.published import is_deepseek_fp8, output_config
 from exactmoe.checkpoint.rewrite.units import (
     WHAT,
@@ -97,12 +97,12 @@ def quantize_checkpoint(
         CheckpointError: the input is broken; names file and tensor.
         Unsupported: weights that the format, or the dialect's config, cannot hold.
     """
-    checkpoint = Checkpoint(source)
+    folder, checkpoint = output_folder("out", out), Checkpoint(source)
     target = _target(checkpoint, request)
     rewriting = _plan(checkpoint, request, target)
     job = Job(
         checkpoint,
-        Path(out),
+        folder,
         {"command": "quantize", **request.__dict__},
         rewriting,
         lambda unit, raw: _make(unit, raw, request),

@@ -5,19 +5,23 @@ the SMs and the power of the card.
     python benchmarks/bounds.py --shape deepseek --format mxfp4 --numerics a8 --csv bounds.csv
     python benchmarks/bounds.py --tokens 64 4096 --parts "codes not unpacked" "nothing multiplied"
 
-Results of a build without a part are wrong. "rested" are single replays with pauses between them,
-"hot" replays back to back for half a second, where a card reaches its power limit and lowers its
-clock. The clock is read inside the last kernel of a replay; watts come from nvidia-smi.
+Results of a build without a part are wrong. Each time is of a replay that another one precedes:
+"rested" with a pause before the two, "hot" without, for half a second, where a card reaches its
+power limit and lowers its clock. The clock is read inside the last kernel of a replay; watts are
+what nvidia-smi says while the hot replays run.
 """
 
 import argparse
 import csv
+import math
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +31,7 @@ from cuda.bindings import driver
 from kernel_parts import PARTS, Without
 
 from exactmoe import MoELayer
-from exactmoe.bench import parse_shape
+from exactmoe.bench import Shape, parse_shape
 from exactmoe.bench.ours import Presorted, Scratch
 from exactmoe.bench.problem import draw_problem, draw_selections
 from exactmoe.kernels.cuda.compile import Kernel
@@ -46,10 +50,13 @@ class Row:
         without: a key of kernel_parts.PARTS, or "" for the whole kernel.
         rested_us, hot_us: of a call, medians.
         rested_ghz, hot_ghz: of the SM's clock.
-        watts: of the card, half through the hot replays.
+        watts: of the card during the hot replays; NaN where it does not tell.
     """
 
+    machine: str
+    torch: str
     shape: str
+    format: str
     numerics: str
     tokens: int
     without: str
@@ -88,8 +95,9 @@ class Builds:
 
 
 def once(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of a call, of a replay."""
+    """Microseconds of a call, of the second of two replays: the first covers the launch."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
     start.record()
     graph.replay()
     end.record()
@@ -97,10 +105,11 @@ def once(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end) * 1e3 / ROTATED
 
 
-def watts() -> "subprocess.Popen[str]":
-    """The card's power in a quarter of a second from now."""
-    ask = "sleep 0.25; nvidia-smi -i 0 --query-gpu=power.draw.instant --format=csv,noheader,nounits"
-    return subprocess.Popen(ask, shell=True, stdout=subprocess.PIPE, text=True)
+def asked_power() -> "subprocess.Popen[str]":
+    """nvidia-smi, on its way to tell the card's watts."""
+    card = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    query = ["--query-gpu=power.draw.instant", "--format=csv,noheader,nounits"]
+    return subprocess.Popen(["nvidia-smi", "-i", card, *query], stdout=subprocess.PIPE, text=True)
 
 
 def measured(graph: torch.cuda.CUDAGraph, builds: Builds) -> tuple[float, ...]:
@@ -108,31 +117,38 @@ def measured(graph: torch.cuda.CUDAGraph, builds: Builds) -> tuple[float, ...]:
     rested, clocks = [], []
     for _ in range(RESTED):
         time.sleep(PAUSE)
-        graph.replay()  # the first after a pause waits for the card to wake
         rested.append(once(graph))
         clocks.append(builds.ghz())
-    power, hot, end = watts(), [], time.monotonic() + HOT_SECONDS
-    while time.monotonic() < end:
+    hot, begin, power = [], time.monotonic(), None
+    while power is None or power.poll() is None or time.monotonic() < begin + HOT_SECONDS:
         hot.append(once(graph))
-    ghz = builds.ghz()
-    drawn = float(power.communicate()[0])
-    return statistics.median(rested), statistics.median(clocks), statistics.median(hot), ghz, drawn
+        if power is None and time.monotonic() > begin + HOT_SECONDS / 2:
+            power = asked_power()
+    told = power.communicate()[0].strip()
+    watts = float(told) if told.replace(".", "").isdigit() else math.nan
+    return (*map(statistics.median, (rested, clocks, hot)), builds.ghz(), watts)
 
 
-def rows(given: argparse.Namespace) -> Sequence[Row]:
-    """All lines; each is printed when it is there."""
+def drawn_layer(given: argparse.Namespace) -> tuple[Shape, MoELayer, torch.Generator]:
+    """The shape, in the format that is asked for, and a layer of random experts."""
     shape, device = parse_shape(given.shape), torch.device("cuda:0")
+    shape = replace(shape, format=given.format or shape.format)
     generator = torch.Generator(device).manual_seed(0)
-    bank = draw_problem(shape, given.format, device, generator).bank()
-    layer = MoELayer(shape.config(given.numerics), bank, backend="cuda")
-    found = []
+    bank = draw_problem(shape, shape.format, device, generator).bank()
+    return shape, MoELayer(shape.config(given.numerics), bank, backend="cuda"), generator
+
+
+def rows(given: argparse.Namespace) -> Iterator[Row]:
+    """All lines, as they are measured."""
+    shape, layer, generator = drawn_layer(given)
+    machine, device = torch.cuda.get_device_name(0), layer.device
     for tokens in given.tokens:
         selections = draw_selections(shape, tokens, ROTATED, device, generator)
         scratch = Scratch(layer, tokens)
+        calls = [Presorted(layer, selection, scratch) for selection in selections]
         for part in ("", *given.parts):
             builds = Builds(part)
             with mock.patch.object(experts, "kernel", builds):
-                calls = [Presorted(layer, selection, scratch) for selection in selections]
                 for call in calls:
                     call()
                 torch.cuda.synchronize()
@@ -140,17 +156,10 @@ def rows(given: argparse.Namespace) -> Sequence[Row]:
                 with torch.cuda.graph(graph):
                     for call in calls:
                         call()
-            row = Row(shape.name, given.numerics, tokens, part, *measured(graph, builds))
-            found.append(row)
-            print(
-                f"{tokens:6} {part or 'all of it':35} rested {row.rested_us:8.1f} us "
-                f"{row.rested_ghz:.2f} GHz, hot {row.hot_us:8.1f} us {row.hot_ghz:.2f} GHz "
-                f"{row.watts:4.0f} W",
-                flush=True,
-            )
-            del graph, calls, call
+            same = (machine, torch.__version__, shape.name, shape.format, given.numerics)
+            yield Row(*same, tokens, part, *measured(graph, builds))
+            del graph
             release_captures(device)
-    return found
 
 
 def main() -> None:
@@ -159,7 +168,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="glm")
-    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "mxfp4"))
+    parser.add_argument("--format", choices=("nvfp4", "mxfp4"), help="by default the shape's")
     parser.add_argument("--numerics", default="a16", choices=("a16", "a8"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 1024, 4096])
     parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=tuple(PARTS))
@@ -167,12 +176,22 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("bounds.py needs a card of architecture sm_90")
-    found = rows(given)
-    if given.csv is not None:
-        with given.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+    if shutil.which("nvidia-smi") is None:
+        sys.exit("bounds.py needs nvidia-smi, which tells the card's power")
+    with given.csv.open("w", newline="") if given.csv else nullcontext() as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)]) if file else None
+        if writer is not None:
             writer.writeheader()
-            writer.writerows(asdict(row) for row in found)
+        for row in rows(given):
+            print(
+                f"{row.tokens:6} {row.without or 'all of it':20} rested {row.rested_us:8.1f} us "
+                f"{row.rested_ghz:.2f} GHz, hot {row.hot_us:8.1f} us {row.hot_ghz:.2f} GHz "
+                f"{row.watts:4.0f} W",
+                flush=True,
+            )
+            if writer is not None:
+                writer.writerow(asdict(row))
+                file.flush()
 
 
 if __name__ == "__main__":

@@ -16,20 +16,38 @@ assert _SPEC is not None and _SPEC.loader is not None
 kernel_parts = importlib.util.module_from_spec(_SPEC)
 sys.modules["kernel_parts"] = kernel_parts
 _SPEC.loader.exec_module(kernel_parts)
-ALL = [v for v in (*variants(), *a8_variants()) if v.activation == "a16" or v.units == "fp8"]
-COMPILED = (Variant("nvfp4", 8, gather=True), Variant("mxfp4", 112, False, True, "a8", "fp8"))
+MEASURED = [v for v in (*variants(), *a8_variants()) if v.activation == "a16" or v.units == "fp8"]
+OTHERS = [v for v in a8_variants() if v.units != "fp8"]
+# Both classes, and both forms of the loop in a8.
+COMPILED = (
+    Variant("nvfp4", 8, gather=True),
+    Variant("mxfp4", 8, True, True, "a8", "fp8"),
+    Variant("mxfp4", 112, False, True, "a8", "fp8"),
+)
 
 
 @pytest.mark.parametrize("part", ["", *kernel_parts.PARTS])
-@pytest.mark.parametrize("variant", ALL, ids=variant_name)
+@pytest.mark.parametrize("variant", MEASURED, ids=variant_name)
 def test_a_part_is_found(variant, part):
     text = kernel_parts.Without(variant, part).text()
-    assert text != kernel_parts.Without(variant).text() or not part
+    assert (text == kernel_parts.Without(variant).text()) == (not part)
+
+
+@pytest.mark.parametrize("variant", OTHERS, ids=variant_name)
+def test_other_units_are_refused(variant):
+    with pytest.raises(ValueError, match="allowed in class a8: 'fp8'"):
+        kernel_parts.Without(variant, "no epilogue").text()
+
+
+def test_changed_text_is_refused(monkeypatch):
+    monkeypatch.setattr(Variant, "text", lambda self: "void experts() {}")
+    with pytest.raises(ValueError, match="0 times, not once"):
+        kernel_parts.Without(COMPILED[0], "no epilogue").text()
 
 
 @pytest.mark.skipif(compiler.missing() is not None, reason=f"no NVRTC: {compiler.missing()}")
-@pytest.mark.parametrize("part", ["", *kernel_parts.PARTS])
 @pytest.mark.parametrize("variant", COMPILED, ids=variant_name)
-def test_the_rest_compiles(variant, part, tmp_path, monkeypatch):
-    monkeypatch.setenv("EXACTMOE_CACHE", str(tmp_path))
-    assert compiler._compiled(kernel_parts.Without(variant, part).text())
+def test_each_part_makes_another_machine_code(variant):
+    parts = ("", *kernel_parts.PARTS)
+    codes = [compiler._compiled(kernel_parts.Without(variant, part).text()) for part in parts]
+    assert len(set(codes)) == len(parts)

@@ -30,9 +30,9 @@ struct Multiply {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float factor = __fmul_rn(j < 2 ? first : second, __uint_as_float(tokens[j % 2]));
-            float& kept = sums[4 * to + j];
-            float sum = __fmaf_rn(chain[4 * from + j], factor, kept);
-            kept = !MIXED || (j < 2 ? first_counts : second_counts) ? sum : kept;
+            float& total = sums[4 * to + j];
+            float sum = __fmaf_rn(chain[4 * from + j], factor, total);
+            total = !MIXED || (j < 2 ? first_counts : second_counts) ? sum : total;
         }
     }
 
@@ -104,8 +104,8 @@ struct Multiply {
     // A tile of more than 64 tokens takes its columns in two batches, one behind the other: their
     // chains share registers, and operands are made once.
     //
-    // Each stage finds anew, from the place of a lane's codes, what else the lane reads: kept from
-    // stage to stage it would be spilled.
+    // Each stage finds anew, from the place of a lane's codes, where the lane's scales and its tokens'
+    // lie: kept from stage to stage that would be spilled.
     template <int N>
     __device__ __forceinline__ void run_in_turn(float (&sums)[TOKENS / 2], Place& place) const {
         constexpr int BATCHES = TOKENS > 64 ? 2 : 1, WIDTH = N / BATCHES;

@@ -13,6 +13,7 @@ what nvidia-smi says while the hot replays run.
 
 import argparse
 import csv
+import io
 import math
 import shutil
 import statistics
@@ -34,6 +35,7 @@ from exactmoe import MoELayer
 from exactmoe.bench import Shape, parse_shape
 from exactmoe.bench.ours import Presorted, Scratch
 from exactmoe.bench.problem import draw_problem, draw_selections
+from exactmoe.errors import ExactMoEError, Unsupported
 from exactmoe.kernels.cuda.compile import Kernel
 from exactmoe.kernels.cuda.source import Pack, Variant
 from exactmoe.ops.cuda import experts
@@ -50,7 +52,7 @@ class Row:
         without: a key of kernel_parts.PARTS, or "" for the whole kernel.
         rested_us, hot_us: of a call, medians.
         rested_ghz, hot_ghz: of the SM's clock.
-        watts: of the card during the hot replays; NaN where it does not tell.
+        watts: of the card during the hot replays; NaN where nvidia-smi has no number.
     """
 
     machine: str
@@ -125,6 +127,8 @@ def measured(graph: torch.cuda.CUDAGraph, builds: Builds) -> tuple[float, ...]:
         if power is None and time.monotonic() > begin + HOT_SECONDS / 2:
             power = asked_power()
     told = power.communicate()[0].strip()
+    if power.returncode:
+        raise Unsupported(f"nvidia-smi ended with status {power.returncode}; it said {told!r}")
     watts = float(told) if told.replace(".", "").isdigit() else math.nan
     return (*map(statistics.median, (rested, clocks, hot)), builds.ghz(), watts)
 
@@ -162,6 +166,22 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
             release_captures(device)
 
 
+def write(given: argparse.Namespace) -> None:
+    """Each line as it is measured: on stdout, and into the CSV file if there is one."""
+    with given.csv.open("w", newline="") if given.csv else nullcontext(io.StringIO()) as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        for row in rows(given):
+            print(
+                f"{row.tokens:6} {row.without or 'all of it':20} rested {row.rested_us:8.1f} us "
+                f"{row.rested_ghz:.2f} GHz, hot {row.hot_us:8.1f} us {row.hot_ghz:.2f} GHz "
+                f"{row.watts:4.0f} W",
+                flush=True,
+            )
+            writer.writerow(asdict(row))
+            file.flush()
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -178,20 +198,10 @@ def main() -> None:
         sys.exit("bounds.py needs a card of architecture sm_90")
     if shutil.which("nvidia-smi") is None:
         sys.exit("bounds.py needs nvidia-smi, which tells the card's power")
-    with given.csv.open("w", newline="") if given.csv else nullcontext() as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)]) if file else None
-        if writer is not None:
-            writer.writeheader()
-        for row in rows(given):
-            print(
-                f"{row.tokens:6} {row.without or 'all of it':20} rested {row.rested_us:8.1f} us "
-                f"{row.rested_ghz:.2f} GHz, hot {row.hot_us:8.1f} us {row.hot_ghz:.2f} GHz "
-                f"{row.watts:4.0f} W",
-                flush=True,
-            )
-            if writer is not None:
-                writer.writerow(asdict(row))
-                file.flush()
+    try:
+        write(given)
+    except (ExactMoEError, OSError) as error:
+        sys.exit(f"bounds.py: {error}")
 
 
 if __name__ == "__main__":

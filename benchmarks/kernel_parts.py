@@ -5,6 +5,7 @@ Their results are wrong; their times say what the part costs that nothing else h
 
 from dataclasses import dataclass
 
+from exactmoe.errors import Unsupported
 from exactmoe.kernels.cuda.source import Variant
 
 # Never true, but the compiler does not know.
@@ -115,19 +116,22 @@ class Without:
         """CUDA C++.
 
         Raises:
-            ValueError: experts of class a8 on the bf16 units; or the kernels' text has changed, so
+            Unsupported: experts of class a8 on the bf16 units; or the kernels' text has changed, so
                 that a part is not found.
         """
         a8 = self.variant.activation == "a8"
         if a8 and self.variant.units != "fp8":
-            raise ValueError(
+            raise Unsupported(
                 f"the experts take units {self.variant.units!r}; allowed in class a8: 'fp8' "
-                "(MXFP4 scales, or NVFP4 scales that are powers of two)"
+                "(--format mxfp4)"
             )
         text = self.variant.text()
         changes = PARTS[self.part][a8] if self.part else ()
         for old, new in (*changes, *_TIMED):
             if text.count(old) != 1:
-                raise ValueError(f"the kernels have {old!r} {text.count(old)} times, not once")
+                raise Unsupported(
+                    f"the kernels have {old!r} {text.count(old)} times; allowed: once (their text "
+                    f"has changed: see kernel_parts.py, {self.part or 'clocks'})"
+                )
             text = text.replace(old, new)
         return text

@@ -68,28 +68,30 @@ def single(bank: ExpertBank, numerics: Numerics | str) -> tuple[MoELayer, tuple[
     return layer, (ids, torch.ones(ROWS, 1, device=bank.device))
 
 
-@pytest.mark.parametrize(("format", "hidden", "inner"), CASES)
-def test_slot_and_output(device, format, hidden, inner):
+def slots_and_truth(
+    device: str, format: str, hidden: int, inner: int
+) -> tuple[ExpertBank, Tensor, Tensor, Tensor, Tensor]:
+    """One expert, rows of x, and its f32 slots of them; in float64 h, and down's weights."""
     bank = one_expert(format, hidden, inner, device)
     x = normal(device, ROWS, hidden)
     gate, up, down = (values(bank, name, device) for name in ("gate", "up", "down"))
-    wide = true_activation(x.double() @ gate.T, x.double() @ up.T, None)
+    h = true_activation(x.double() @ gate.T, x.double() @ up.T, None)
     layer, routed = single(bank, WIDE)
-    slot = layer.experts(x, *routed)
-    assert relative_l2(slot, wide @ down.T) < 2.0**-8.5
+    return bank, x, layer.experts(x, *routed), h, down
+
+
+@pytest.mark.parametrize(("format", "hidden", "inner"), CASES)
+def test_slot_and_output(device, format, hidden, inner):
+    bank, x, slot, h, down = slots_and_truth(device, format, hidden, inner)
+    assert relative_l2(slot, h @ down.T) < 2.0**-8.5
     layer, routed = single(bank, "a16")
-    assert relative_l2(layer.experts(x, *routed), wide @ down.T) < 2.0**-8
+    assert relative_l2(layer.experts(x, *routed), h @ down.T) < 2.0**-8
 
 
 @pytest.mark.parametrize(("format", "hidden", "inner"), OF_ROUNDED_H)
 def test_slot_from_rounded_h(device, format, hidden, inner):
-    bank = one_expert(format, hidden, inner, device)
-    x = normal(device, ROWS, hidden)
-    gate, up, down = (values(bank, name, device) for name in ("gate", "up", "down"))
-    wide = true_activation(x.double() @ gate.T, x.double() @ up.T, None)
-    layer, routed = single(bank, WIDE)
-    slot = layer.experts(x, *routed)
-    assert relative_l2(slot, wide.float().bfloat16().double() @ down.T) < 2.0**-12
+    _, _, slot, h, down = slots_and_truth(device, format, hidden, inner)
+    assert relative_l2(slot, h.float().bfloat16().double() @ down.T) < 2.0**-12
 
 
 @pytest.mark.parametrize(("format", "hidden", "inner"), CASES)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cuda_code import a8_variants, variant_name, variants
+from exactmoe.errors import Unsupported
 from exactmoe.kernels.cuda import compile as compiler
 from exactmoe.kernels.cuda.source import Variant
 
@@ -35,13 +36,13 @@ def test_a_part_is_found(variant, part):
 
 @pytest.mark.parametrize("variant", OTHERS, ids=variant_name)
 def test_other_units_are_refused(variant):
-    with pytest.raises(ValueError, match="allowed in class a8: 'fp8'"):
+    with pytest.raises(Unsupported, match="allowed in class a8: 'fp8'"):
         kernel_parts.Without(variant, "no epilogue").text()
 
 
 def test_changed_text_is_refused(monkeypatch):
     monkeypatch.setattr(Variant, "text", lambda self: "void experts() {}")
-    with pytest.raises(ValueError, match="0 times, not once"):
+    with pytest.raises(Unsupported, match="0 times; allowed: once"):
         kernel_parts.Without(COMPILED[0], "no epilogue").text()
 
 

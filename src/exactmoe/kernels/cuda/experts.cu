@@ -20,10 +20,10 @@
 // UNITS_FP8, UNITS_BF16 (of the experts; both: MIXED).
 //
 // H200, GLM shape, NVFP4, a16: 3.4-3.7 TB/s of weights from 2 to 64 tokens (reads reach 4.6), 482 TFLOP/s
-// at 4096; DeepSeek-V4's shape, MXFP4, a8: 3.7-4.0 TB/s from 4 to 64. Up to 64 tokens
-// a16 waits for instructions more than for memory: a stage of 128 x 256 weights is 170 in each warp
-// (a8: 133), most of them to unpack. Under load the power limit takes the clock from 1.8 GHz to 1.4.
-// `exactmoe bench`, benchmarks/bounds.py, 2026-12-01; docs/log.md has the trials.
+// at 4096; DeepSeek-V4's shape, MXFP4, a8: 3.7-4.0 TB/s from 4 to 64. Up to 64
+// tokens a16 waits for instructions more than for memory: a stage of 128 x 256 weights is 170 in each
+// warp (a8: 133), most of them to unpack. Under load the power limit takes the clock from 1.8 GHz to
+// 1.4. `exactmoe bench`, benchmarks/bounds.py, 2026-12-01; docs/log.md has the trials.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const __grid_constant__ Arguments given) {
